@@ -1,0 +1,40 @@
+"""The only place that reads the environment. Argument beats environment beats default."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+APP = "pagegen"
+
+
+def cache_dir() -> Path:
+    """Where generated kernels and compiled libraries are kept (`PAGEGEN_CACHE_DIR`)."""
+    return Path(os.environ.get("PAGEGEN_CACHE_DIR") or platformdirs.user_cache_dir(APP))
+
+
+def database_url() -> str:
+    """The tuning database (`PAGEGEN_DB`: a path or a URL), by default a file in the user's data folder."""
+    return os.environ.get("PAGEGEN_DB") or str(Path(platformdirs.user_data_dir(APP)) / "tuning.db")
+
+
+def target_name() -> str:
+    """The target to use in place of the machine's own (`PAGEGEN_TARGET`), or ""."""
+    return os.environ.get("PAGEGEN_TARGET", "")
+
+
+def check_values() -> bool:
+    """Whether every call checks block ids and lengths on the device (`PAGEGEN_CHECK=1`)."""
+    return os.environ.get("PAGEGEN_CHECK", "") == "1"
+
+
+def cxx() -> str:
+    """The C++ compiler (`CXX`), by default c++."""
+    return os.environ.get("CXX") or "c++"
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter was asked for (`TRITON_INTERPRET=1`), which must be set before triton loads."""
+    return os.environ.get("TRITON_INTERPRET", "") == "1"

@@ -1,0 +1,45 @@
+"""Names and sizes of the element types that queries and caches may have."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+
+# The field's plain names; text (files, keys, the command line) uses these, Python uses torch.dtype.
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int4": torch.int4,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
+
+QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def parse_dtype(value: str | torch.dtype, argument: str = "dtype") -> torch.dtype:
+    """The torch.dtype for a name such as "bfloat16" (or "bf16"); a torch.dtype is checked and returned."""
+    if isinstance(value, torch.dtype):
+        if value in _NAMES:
+            return value
+    elif isinstance(value, str):
+        name = value.removeprefix("torch.")
+        name = _ALIASES.get(name, name)
+        if name in DTYPES:
+            return DTYPES[name]
+    raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {value!r}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The plain name of a dtype that pagegen knows ("bfloat16")."""
+    return _NAMES[parse_dtype(dtype)]
+
+
+def bytes_per_element(dtype: torch.dtype) -> Fraction:
+    """Bytes an element takes in a cache: a fraction, since two int4 values share a byte."""
+    return Fraction(1, 2) if dtype == torch.int4 else Fraction(dtype.itemsize)

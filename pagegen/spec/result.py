@@ -1,0 +1,75 @@
+"""`Measurement` (one trial) and `Selection` (what was chosen, and why)."""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagegen.spec.attention import AttentionSpec
+from pagegen.spec.layout import CacheLayout
+from pagegen.spec.target import Device, Target
+from pagegen.spec.variant import Variant
+from pagegen.spec.workload import Workload
+
+
+class Status(str, enum.Enum):
+    """How a trial ended. Everything but OK is a failure class, stored like any other result."""
+
+    OK = "ok"
+    COMPILE_ERROR = "compile_error"
+    RESOURCE_LIMIT = "resource_limit"
+    WRONG_RESULT = "wrong_result"
+    RUNTIME_ERROR = "runtime_error"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One trial of one variant on one workload.
+
+    `samples_us` holds every timed run in microseconds, in order; it is empty when `status` is a failure.
+    `regime` says how it was timed ("cold": the cache's blocks were not in the last-level cache). `max_error`
+    is the largest absolute difference from the float64 reference. `code_hash` identifies the templates.
+    """
+
+    spec: AttentionSpec
+    layout: CacheLayout
+    target: Target
+    device: Device
+    variant: Variant
+    workload: Workload
+    status: Status
+    samples_us: tuple[float, ...] = ()
+    regime: str = "cold"
+    max_error: float | None = None
+    detail: str = ""
+    code_hash: str = ""
+    environment: dict[str, str] = field(default_factory=dict, hash=False)
+    created_at: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status is Status.OK:
+            if not self.samples_us or not all(0 < s < float("inf") for s in self.samples_us):
+                raise ValueError(f"samples_us must be positive and finite for an ok trial, got {self.samples_us}")
+        elif self.samples_us:
+            raise ValueError(f"a {self.status.value} trial has no samples, got {len(self.samples_us)}")
+
+    @property
+    def median_us(self) -> float | None:
+        """The median of the samples; None for a failed trial."""
+        return statistics.median(self.samples_us) if self.samples_us else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """A chosen variant. `reason` is a sentence; `distance` is 0 for an exact answer and grows with how far
+    the evidence is from the question; `predicted_us` is the expected time of one call where known;
+    `evidence` holds the figures behind it (`kind`: "measured", "predicted" or "default")."""
+
+    variant: Variant
+    reason: str
+    distance: float = 0.0
+    predicted_us: float | None = None
+    evidence: dict[str, Any] = field(default_factory=dict, hash=False)

@@ -1,0 +1,71 @@
+"""`DispatchRule`: which variant serves which batch, decided from host integers alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pagegen.spec.variant import Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clause:
+    """`variant` serves batches within all the bounds; None is no bound."""
+
+    variant: Variant
+    max_num_seqs: int | None = None
+    max_query_len: int | None = None
+    max_context_len: int | None = None
+
+    def admits(self, num_seqs: int, query_len: int, context_len: int) -> bool:
+        return (
+            (self.max_num_seqs is None or num_seqs <= self.max_num_seqs)
+            and (self.max_query_len is None or query_len <= self.max_query_len)
+            and (self.max_context_len is None or context_len <= self.max_context_len)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "variant": self.variant.to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchRule:
+    """An ordered list of clauses: the first that admits a batch decides. The last has no bounds, so that
+    every batch finds a variant. `reason`, `distance` and `evidence` mean what they mean in `Selection`."""
+
+    clauses: tuple[Clause, ...]
+    reason: str
+    distance: float = 0.0
+    evidence: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        last = self.clauses[-1] if self.clauses else None
+        if last is None or last != Clause(variant=last.variant):
+            raise ValueError(f"the last clause of a dispatch rule must have no bounds, got {last}")
+
+    def choose(self, num_seqs: int, max_query_len: int, max_context_len: int) -> Variant:
+        """The variant for a batch. `max_context_len` may be any upper bound of the longest context."""
+        for clause in self.clauses:
+            if clause.admits(num_seqs, max_query_len, max_context_len):
+                return clause.variant
+        raise AssertionError("unreachable: the last clause has no bounds")
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The distinct variants, in order of first use."""
+        return tuple(dict.fromkeys(c.variant for c in self.clauses))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready fields."""
+        return {
+            "clauses": [c.to_dict() for c in self.clauses],
+            "reason": self.reason,
+            "distance": self.distance,
+            "evidence": self.evidence,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> DispatchRule:
+        """The inverse of `to_dict`."""
+        clauses = tuple(Clause(**{**c, "variant": Variant.from_dict(c["variant"])}) for c in data["clauses"])
+        return cls(clauses=clauses, reason=data["reason"], distance=data["distance"], evidence=data["evidence"])

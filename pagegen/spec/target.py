@@ -1,0 +1,110 @@
+"""`Target` (what code is generated for) and `Device` (the machine it runs on, as features)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+KINDS = ("cuda", "hip", "cpu", "interpreter")
+
+
+@dataclass(frozen=True)
+class Target:
+    """`kind` is "cuda", "hip", "cpu" or "interpreter"; `arch` is "sm_90", "gfx942" or "" for the last two."""
+
+    kind: str
+    arch: str = ""
+
+    def __post_init__(self) -> None:
+        pattern = {"cuda": r"sm_\d+", "hip": r"gfx[0-9a-f]+", "cpu": "", "interpreter": ""}
+        if self.kind not in pattern:
+            raise ValueError(f"target kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if not re.fullmatch(pattern[self.kind], self.arch):
+            raise ValueError(f"target arch must look like sm_90 or gfx942, or be empty for {self.kind}, got {self.arch!r}")
+
+    def __str__(self) -> str:
+        return self.arch or self.kind
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind in ("cuda", "hip")
+
+    @property
+    def family(self) -> str:
+        """The kernel family that serves this target: "triton" or "cpp"."""
+        return "cpp" if self.kind == "cpu" else "triton"
+
+    @property
+    def capability(self) -> int:
+        """The number in a CUDA arch: 90 for sm_90. Raises ValueError for other kinds."""
+        if self.kind != "cuda":
+            raise ValueError(f"only a cuda target has a compute capability, got {self}")
+        return int(self.arch.removeprefix("sm_"))
+
+    @property
+    def warp_size(self) -> int:
+        """Threads a warp: 64 on AMD's data-centre parts (gfx9), else 32."""
+        return 64 if self.arch.startswith("gfx9") else 32
+
+    @staticmethod
+    def parse(text: str | Target) -> Target:
+        """The target for "sm_90", "gfx942", "cpu" or "interpreter". Raises ValueError for anything else."""
+        if isinstance(text, Target):
+            return text
+        name = str(text).strip().lower()
+        if re.fullmatch(r"sm_?\d+a?", name):
+            return Target("cuda", "sm_" + re.sub(r"\D", "", name))
+        if re.fullmatch(r"gfx[0-9a-f]+", name):
+            return Target("hip", name)
+        if name in ("cpu", "interpreter"):
+            return Target(name)
+        raise ValueError(f"target must be like sm_90, gfx942, cpu or interpreter, got {text!r}")
+
+    @staticmethod
+    def current() -> Target:
+        """The GPU that torch sees, or the CPU; `PAGEGEN_TARGET` overrides."""
+        from pagegen import settings
+
+        named = settings.target_name()
+        if named:
+            return Target.parse(named)
+        import torch
+
+        if not torch.cuda.is_available():
+            return Target("cpu")
+        if torch.version.hip:
+            arch = torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName
+            return Target("hip", arch.split(":")[0])
+        major, minor = torch.cuda.get_device_capability()
+        return Target("cuda", f"sm_{major}{minor}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device as the tuner sees it: features first, the name only for people.
+
+    `units` counts multiprocessors, compute units or cores. Zero means unknown. `features` names what the
+    instruction set offers ("avx512_bf16"), sorted.
+    """
+
+    name: str
+    target: Target
+    units: int = 0
+    memory_gib: float = 0.0
+    bandwidth_gb_s: float = 0.0
+    matrix_tflops: float = 0.0
+    last_level_cache_mib: float = 0.0
+    shared_memory_kib: float = 0.0
+    registers_per_unit: int = 0
+    max_threads_per_unit: int = 0
+    features: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready fields; the target as text."""
+        return {**asdict(self), "target": str(self.target), "features": list(self.features)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Device:
+        """The inverse of `to_dict`."""
+        return cls(**{**data, "target": Target.parse(data["target"]), "features": tuple(data["features"])})

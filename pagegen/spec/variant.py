@@ -1,0 +1,108 @@
+"""`Variant`: how attention is computed. One subclass a kernel family, so no field is ever meaningless."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from pagegen.spec import check
+
+PAGE_WALKS = ("tile_in_page", "pages_in_tile", "any")
+PREFETCHES = (0, 1, 2, 4, 8)
+
+
+def _power_of_two(name: str, value: Any, *, at_least: int, at_most: int) -> None:
+    check.integer(name, value, at_least=at_least)
+    if value & (value - 1) or value > at_most:
+        raise ValueError(f"{name} must be a power of two in {at_least}..{at_most}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A point of a kernel family's search space; a concrete value is a `TritonVariant` or a `CppVariant`."""
+
+    family: ClassVar[str] = ""
+
+    @property
+    def name(self) -> str:
+        """A short, readable, unique name: the family and every field ("triton:tile_rows=16,...")."""
+        return f"{self.family}:" + ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready fields, the family included."""
+        return {"family": self.family, **asdict(self)}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Variant:
+        """The inverse of `to_dict`. Raises ValueError for an unknown family or field."""
+        families: dict[str, type[Variant]] = {c.family: c for c in (TritonVariant, CppVariant)}
+        family = data.get("family")
+        cls = families[check.one_of("family", family, families)]
+        values = {k: v for k, v in data.items() if k != "family"}
+        unknown = set(values) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ValueError(f"a {family} variant has no field {', '.join(sorted(unknown))}")
+        return cls(**values)
+
+    @staticmethod
+    def parse(name: str) -> Variant:
+        """The inverse of `name`."""
+        family, _, body = name.partition(":")
+        data: dict[str, Any] = {"family": family}
+        for item in filter(None, body.split(",")):
+            key, _, value = item.partition("=")
+            data[key] = int(value) if value.lstrip("-").isdigit() else value
+        return Variant.from_dict(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonVariant(Variant):
+    """A Triton kernel.
+
+    `tile_rows`: rows of the query tile, a row being one (query, head of the group) pair.
+    `tile_kv`: keys a loop iteration reads. `page_walk`: how a tile finds its blocks (see the template).
+    `num_splits`: programs that share one sequence's keys; their partial states are merged by a second kernel.
+    """
+
+    family: ClassVar[str] = "triton"
+
+    tile_rows: int = 16
+    tile_kv: int = 64
+    page_walk: str = "any"
+    num_splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        # 16 rows and 16 keys: tl.dot needs M, N, K >= 16; the pad is free, decode is memory bound
+        _power_of_two("tile_rows", self.tile_rows, at_least=16, at_most=256)
+        _power_of_two("tile_kv", self.tile_kv, at_least=16, at_most=512)
+        check.one_of("page_walk", self.page_walk, PAGE_WALKS)
+        check.integer("num_splits", self.num_splits)
+        _power_of_two("num_warps", self.num_warps, at_least=1, at_most=16)
+        check.integer("num_stages", self.num_stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CppVariant(Variant):
+    """A C++ kernel for CPUs.
+
+    `tile_kv`: keys scored at once. `streams`: places in the tile read side by side, so that more memory
+    requests are in flight. `prefetch_tiles`: how far ahead lines are asked into L2 (0 = never).
+    `split_tokens`: keys one work item covers; longer sequences are divided and merged.
+    """
+
+    family: ClassVar[str] = "cpp"
+
+    tile_kv: int = 64
+    streams: int = 4
+    prefetch_tiles: int = 1
+    split_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        _power_of_two("tile_kv", self.tile_kv, at_least=16, at_most=256)
+        _power_of_two("streams", self.streams, at_least=1, at_most=16)
+        check.one_of("prefetch_tiles", self.prefetch_tiles, PREFETCHES)
+        check.integer("split_tokens", self.split_tokens)
+        if self.split_tokens % self.tile_kv:
+            raise ValueError(f"split_tokens must be a multiple of tile_kv {self.tile_kv}, got {self.split_tokens}")

@@ -1,0 +1,186 @@
+"""The attention operator's implementation: check, find the prepared kernel, run it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagegen import settings
+from pagegen.ops import checks, plans
+from pagegen.ops.schemas import LIBRARY
+from pagegen.reference import reference_attention
+from pagegen.spec import AttentionSpec, CacheLayout, Variant
+from pagegen.targets.call import AttentionCall
+
+# What a call looks like to the host -> its plan. A tuple of integers and strings costs 1 us to hash where a
+# validated AttentionSpec costs 20 us to build.
+PLANS: dict[tuple[Any, ...], plans.Plan] = {}
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`torch.ops.pagegen.paged_attention`; see `pagegen.paged_attention` for the arguments."""
+    _check(q, k_cache, v_cache, block_table, seq_lens, **options)
+    width = _value_width(q, v_cache, options)
+    if out is None:
+        out = _allocate(q, width, zero=options.get("query_start_loc") is not None)
+    else:
+        checks.tensor("out", out, "[total_q, num_q_heads, v_head_dim]", (q.dtype,), q.device)
+        checks.sizes("out", out, (*q.shape[:2], width), "[total_q, num_q_heads, v_head_dim]")
+        if options.get("query_start_loc") is not None:
+            out.zero_()
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32) if return_lse else q.new_empty(0, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    plan = _plan(q, k_cache, v_cache, width, options)
+    kernel = None
+    if plan.dense_reason is None and options.get("tree_mask") is None:
+        max_query_len, max_seq_len = _bounds(q, k_cache, block_table, options)
+        named = options.get("variant")
+        kernel = (
+            plan.load(Variant.parse(named)) if named else plan.kernel(len(seq_lens), max_query_len, max_seq_len)
+        )
+    if kernel is None:
+        _dense(q, k_cache, v_cache, block_table, seq_lens, out, lse if return_lse else None, options)
+        return out, lse
+    assert v_cache is not None
+    kernel(
+        AttentionCall(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=options.get("query_start_loc"),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            scale=plan.spec.scale,
+            alibi_slopes=_float32(options.get("alibi_slopes")),
+            sinks=_float32(options.get("sinks")),
+            out=out,
+            lse=lse if return_lse else None,
+        )
+    )
+    return out, lse
+
+
+def _check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, **options: Any
+) -> None:
+    named = ("query_start_loc", "max_query_len", "max_seq_len", "window", "logit_softcap", "kv_dtype", "v_head_dim")
+    checks.attention(q, k_cache, v_cache, block_table, seq_lens, *(options.get(name) for name in named))
+    for name in ("alibi_slopes", "sinks"):
+        checks.per_head(name, options.get(name), q.shape[1], q.device)
+    for name in ("k_scale", "v_scale", "k_zero", "v_zero"):
+        checks.scale(name, options.get(name), k_cache)
+    checks.tree_mask(options.get("tree_mask"), q)
+    if settings.check_values():
+        bounds = {name: options.get(name) for name in ("query_start_loc", "max_query_len", "max_seq_len")}
+        checks.validate_batch(k_cache, block_table, seq_lens, total_q=q.shape[0], **bounds)
+
+
+def _value_width(q: Tensor, v_cache: Tensor | None, options: dict[str, Any]) -> int:
+    if v_cache is None:
+        return int(options["v_head_dim"])
+    return v_cache.shape[-1] * (2 if options.get("kv_dtype") == "int4" else 1)
+
+
+def _allocate(q: Tensor, width: int, zero: bool) -> Tensor:
+    """Rows that belong to no sequence must be 0, and only a ragged call can have such rows."""
+    shape = (*q.shape[:2], width)
+    return q.new_zeros(shape) if zero else q.new_empty(shape)
+
+
+def _bounds(q: Tensor, k_cache: Tensor, block_table: Tensor, options: dict[str, Any]) -> tuple[int, int]:
+    """Upper bounds known without a synchronisation."""
+    given_query, given_seq = options.get("max_query_len"), options.get("max_seq_len")
+    if given_query is None:
+        given_query = 1 if options.get("query_start_loc") is None else q.shape[0]
+    longest = block_table.shape[1] * k_cache.shape[1]
+    return int(given_query), longest if given_seq is None else min(int(given_seq), longest)
+
+
+def _float32(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.to(torch.float32)
+
+
+def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, options: dict[str, Any]) -> plans.Plan:
+    option = options.get
+    key = (
+        q.shape[1:], width, k_cache.shape[1:], k_cache.dtype, q.dtype, q.device, plans.order_of(k_cache),
+        v_cache is None, option("scale"), option("causal", True), option("window"), option("logit_softcap"),
+        option("alibi_slopes") is None, option("sinks") is None, _granularity(option("k_scale")),
+        option("score_mod"), option("mask_mod"), option("kv_dtype"), option("batch_invariant", False),
+    )  # fmt: skip
+    plan = PLANS.get(key)
+    if plan is None:
+        spec = AttentionSpec(
+            num_q_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[2],
+            head_dim=q.shape[2],
+            v_head_dim=width,
+            q_dtype=q.dtype,
+            kv_dtype=option("kv_dtype") or k_cache.dtype,
+            scale=option("scale"),
+            causal=option("causal", True),
+            window=option("window"),
+            logit_softcap=option("logit_softcap"),
+            alibi=option("alibi_slopes") is not None,
+            sinks=option("sinks") is not None,
+            kv_scale_granularity=_granularity(option("k_scale")),
+            shared_kv=v_cache is None,
+            score_mod=option("score_mod"),
+            mask_mod=option("mask_mod"),
+            batch_invariant=option("batch_invariant", False),
+        )
+        layout = CacheLayout(block_size=k_cache.shape[1], order=plans.order_of(k_cache))
+        plan = PLANS[key] = plans.lookup(spec, layout, plans.target_of(q.device))
+    return plan
+
+
+def _granularity(scale: Tensor | None) -> str:
+    if scale is None:
+        return "none"
+    return "token_head" if scale.dim() == 3 else "head" if scale.numel() > 1 else "tensor"
+
+
+def _dense(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """Gathers each sequence's blocks and computes in float32: what serves a call that no kernel does."""
+    ignored = ("max_query_len", "max_seq_len", "batch_invariant", "variant")
+    kept = {name: value for name, value in options.items() if name not in ignored}
+    rows, row_lse = reference_attention(
+        q, k_cache, v_cache, block_table, seq_lens, return_lse=True, compute_dtype=torch.float32, **kept
+    )
+    out.copy_(rows)
+    if lse is not None:
+        lse.copy_(row_lse)
+
+
+def _paged_attention_out(q: Tensor, *operands: Tensor, out: Tensor, **options: Any) -> Tensor:
+    return paged_attention(q, *operands, out=out, **options)[1]
+
+
+for key in ("CPU", "CUDA"):  # ROCm uses the CUDA key too
+    LIBRARY.impl("paged_attention", paged_attention, key)
+    LIBRARY.impl("paged_attention.out", _paged_attention_out, key)

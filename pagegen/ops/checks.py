@@ -1,0 +1,197 @@
+"""What the operators accept: every check names the argument, what was expected and what came.
+
+Checks of values on the device (block ids, lengths) cost a synchronisation: `validate_batch` does them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagegen.spec.dtypes import QUERY_DTYPES
+
+FLOATS = QUERY_DTYPES
+
+
+def describe(value: Any) -> str:
+    """A tensor as dtype and shape; anything else as its repr."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
+    """`value` must be a tensor of one of `dtypes`, of as many dimensions as `shape` names, unit last stride,
+    on `device`. Raises TypeError or ValueError."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor {shape}, got {describe(value)}")
+    rank = len(shape.split(","))
+    if value.dim() != rank or value.dtype not in dtypes:
+        kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise ValueError(f"{name} must be {kinds} {shape}, got {describe(value)}")
+    if rank and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(f"{name} must have a last stride of 1, got strides {value.stride()}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name} must be on {device}, got {value.device}")
+
+
+def sizes(name: str, value: Tensor, expected: tuple[int | None, ...], shape: str) -> None:
+    """`value` must have the `expected` sizes (None: any)."""
+    if any(want is not None and want != got for want, got in zip(expected, value.shape, strict=True)):
+        wanted = [("any" if e is None else e) for e in expected]
+        raise ValueError(f"{name} must be {shape} = {wanted}, got {describe(value)}")
+
+
+def caches(k_cache: Tensor, v_cache: Tensor | None, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """The cache pair: [num_blocks, block_size, Hkv, D] with a block size of at least 1."""
+    shape = "[num_blocks, block_size, num_kv_heads, head_dim]"
+    tensor("k_cache", k_cache, shape, dtypes, device)
+    if k_cache.shape[1] < 1:
+        raise ValueError(f"k_cache must have a block size of at least 1, got {describe(k_cache)}")
+    if v_cache is not None:
+        tensor("v_cache", v_cache, shape, (k_cache.dtype,), device)
+        sizes("v_cache", v_cache, (*k_cache.shape[:3], None), shape)
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    window: int | None,
+    logit_softcap: float | None,
+    kv_dtype: str | None,
+    v_head_dim: int | None,
+) -> None:
+    """The operands that every attention call has."""
+    tensor("q", q, "[total_q, num_q_heads, head_dim]", FLOATS, None)
+    device = q.device
+    stored = FLOATS + (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+    caches(k_cache, v_cache, stored, device)
+    width = q.shape[2] // 2 if kv_dtype == "int4" else q.shape[2]
+    if k_cache.shape[3] != width:
+        raise ValueError(f"k_cache must have head_dim {width} like q, got {describe(k_cache)} for q {describe(q)}")
+    if k_cache.dtype == torch.uint8 and kv_dtype is None:
+        raise ValueError("kv_dtype must say what a uint8 cache holds, got None")
+    if k_cache.shape[2] < 1 or q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"q must have a multiple of num_kv_heads {k_cache.shape[2]} heads, got {q.shape[1]}")
+    if v_cache is None and (v_head_dim is None or not 1 <= v_head_dim <= q.shape[2]):
+        raise ValueError(f"v_head_dim must be in 1..{q.shape[2]} when v_cache is None, got {v_head_dim}")
+    tensor("seq_lens", seq_lens, "[num_seqs]", (torch.int32,), device)
+    num_seqs = seq_lens.shape[0]
+    tensor("block_table", block_table, "[num_seqs, max_blocks]", (torch.int32,), device)
+    sizes("block_table", block_table, (num_seqs, None), "[num_seqs, max_blocks]")
+    if query_start_loc is not None:
+        tensor("query_start_loc", query_start_loc, "[num_seqs + 1]", (torch.int32,), device)
+        sizes("query_start_loc", query_start_loc, (num_seqs + 1,), "[num_seqs + 1]")
+    elif q.shape[0] != num_seqs or (max_query_len or 1) != 1:
+        raise ValueError(
+            f"query_start_loc is required unless every sequence has one query, got None for {q.shape[0]} queries, "
+            f"{num_seqs} sequences and max_query_len {max_query_len}"
+        )
+    for name, value in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
+        if value is not None and value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (keys, the query's own included), got {window}")
+    if logit_softcap is not None and not 0 < logit_softcap < float("inf"):
+        raise ValueError(f"logit_softcap must be positive and finite, got {logit_softcap}")
+
+
+def per_head(name: str, value: Tensor | None, num_q_heads: int, device: torch.device) -> None:
+    """An optional float vector with one entry a query head."""
+    if value is not None:
+        tensor(name, value, "[num_q_heads]", FLOATS, device)
+        sizes(name, value, (num_q_heads,), "[num_q_heads]")
+
+
+def scale(name: str, value: Tensor | None, k_cache: Tensor) -> None:
+    """An optional cache scale or zero point: one number, one a KV head, or one a token and head."""
+    if value is None:
+        return
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    shapes = [(), (1,), (num_kv_heads,), (num_blocks, block_size, num_kv_heads)]
+    if not isinstance(value, Tensor) or tuple(value.shape) not in shapes or not value.dtype.is_floating_point:
+        raise ValueError(
+            f"{name} must be a float, [{num_kv_heads}] or [{num_blocks}, {block_size}, {num_kv_heads}], "
+            f"got {describe(value)}"
+        )
+
+
+def tree_mask(value: Tensor | None, q: Tensor) -> None:
+    """An optional bool mask over this step's own tokens."""
+    if value is not None:
+        tensor("tree_mask", value, "[total_q, max_query_len]", (torch.bool,), q.device)
+        sizes("tree_mask", value, (q.shape[0], None), "[total_q, max_query_len]")
+
+
+def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """The operands of `write_kv`."""
+    tensor("k", k, "[num_tokens, num_kv_heads, head_dim]", FLOATS, None)
+    tensor("v", v, "[num_tokens, num_kv_heads, v_head_dim]", (k.dtype,), k.device)
+    caches(k_cache, v_cache, FLOATS + (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8), k.device)
+    sizes("k", k, (None, *k_cache.shape[2:]), "[num_tokens, num_kv_heads, head_dim]")
+    sizes("v", v, (k.shape[0], *v_cache.shape[2:]), "[num_tokens, num_kv_heads, v_head_dim]")
+    tensor("slot_mapping", slot_mapping, "[num_tokens]", (torch.int64,), k.device)
+    sizes("slot_mapping", slot_mapping, (k.shape[0],), "[num_tokens]")
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """The operands of a rotation: one position a token, cos and sin [max_position, rotary_dim / 2]."""
+    tensor("q", q, "[num_tokens, num_q_heads, head_dim]", FLOATS, k.device)
+    sizes("q", q, (k.shape[0], None, k.shape[2]), "[num_tokens, num_q_heads, head_dim]")
+    tensor("positions", positions, "[num_tokens]", (torch.int64,), k.device)
+    sizes("positions", positions, (k.shape[0],), "[num_tokens]")
+    tensor("cos", cos, "[max_position, rotary_dim / 2]", FLOATS, k.device)
+    tensor("sin", sin, "[max_position, rotary_dim / 2]", (cos.dtype,), k.device)
+    sizes("sin", sin, tuple(cos.shape), "[max_position, rotary_dim / 2]")
+    if not 1 <= cos.shape[1] <= k.shape[2] // 2:
+        raise ValueError(f"cos must have 1..{k.shape[2] // 2} columns (half the rotary dims), got {cos.shape[1]}")
+
+
+def validate_batch(
+    k_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    query_start_loc: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    total_q: int | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+) -> None:
+    """Checks values on the device, at the cost of a synchronisation: block ids within the cache for every used
+    block-table entry, lengths within the table, query ranges that rise and fit, slots inside the cache and
+    written once, and bounds that bound. Raises ValueError naming the sequence and the value."""
+    num_blocks, block_size = k_cache.shape[:2]
+    lengths = seq_lens.tolist()
+    starts = list(range(len(lengths) + 1)) if query_start_loc is None else query_start_loc.tolist()
+    if starts[0] != 0 or (total_q is not None and starts[-1] > total_q):
+        raise ValueError(f"query_start_loc must start at 0 and end at most at {total_q} queries, got {starts}")
+    table = block_table.cpu()
+    for s, length in enumerate(lengths):
+        queries = starts[s + 1] - starts[s]
+        if not 0 <= length <= table.shape[1] * block_size:
+            raise ValueError(f"seq_lens[{s}] must be in 0..{table.shape[1] * block_size}, got {length}")
+        if queries < 0 or (query_start_loc is not None and queries > length):
+            raise ValueError(f"query_start_loc[{s}] must give 0..{length} queries to sequence {s}, got {queries}")
+        if max_query_len is not None and queries > max_query_len:
+            raise ValueError(f"max_query_len must be at least {queries} (sequence {s}), got {max_query_len}")
+        if max_seq_len is not None and length > max_seq_len:
+            raise ValueError(f"max_seq_len must be at least {length} (sequence {s}), got {max_seq_len}")
+        for i, block in enumerate(table[s, : -(-length // block_size)].tolist()):
+            if not 0 <= block < num_blocks:
+                raise ValueError(f"block_table[{s}, {i}] must be in 0..{num_blocks - 1}, got {block}")
+    if slot_mapping is not None:
+        slots = [slot for slot in slot_mapping.tolist() if slot != -1]
+        for slot in slots:
+            if not 0 <= slot < num_blocks * block_size:
+                raise ValueError(f"slot_mapping must hold -1 or 0..{num_blocks * block_size - 1}, got {slot}")
+        if len(set(slots)) != len(slots):
+            raise ValueError("slot_mapping must name each slot once, got a repeated slot")

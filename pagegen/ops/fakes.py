@@ -1,0 +1,59 @@
+"""Shapes and dtypes of the operators' results, for tracing: no values are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagegen.ops.schemas import LIBRARY
+
+
+def _lse(q: Tensor, return_lse: bool) -> Tensor:
+    return q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
+
+
+def _value_width(k_cache: Tensor, v_cache: Tensor | None, v_head_dim: int | None, kv_dtype: str | None) -> Any:
+    if v_cache is None:
+        return k_cache.shape[-1] if v_head_dim is None else v_head_dim
+    return v_cache.shape[-1] * (2 if kv_dtype == "int4" else 1)
+
+
+def _attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    v_head_dim: int | None = None,
+    kv_dtype: str | None = None,
+    return_lse: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    width = _value_width(k_cache, v_cache, v_head_dim, kv_dtype)
+    return q.new_empty((*q.shape[:2], width)), _lse(q, return_lse)
+
+
+def _attention_out(q: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> Tensor:
+    return _lse(q, return_lse)
+
+
+def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+for name, fake in {
+    "paged_attention": _attention,
+    "paged_attention.out": _attention_out,
+    "write_kv": _nothing,
+    "rope_write_kv": lambda q, *_, **__: q.new_empty(q.shape),
+    "copy_blocks": _nothing,
+    "merge_states": _merge,
+}.items():
+    torch.library.register_fake(f"pagegen::{name}", fake, lib=LIBRARY)

@@ -1,0 +1,150 @@
+"""Which kernel serves a call: prepared once for a spec and a layout, then looked up from host integers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pagegen import settings
+from pagegen.spec import AttentionSpec, CacheLayout, DispatchRule, Target, Variant
+from pagegen.targets.call import AttentionKernel
+
+if TYPE_CHECKING:
+    from pagegen.db import Database
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Plan:
+    """The prepared kernels of one (spec, layout, target). `dense_reason` says why no generated kernel serves
+    the spec there; such calls gather their blocks and compute densely."""
+
+    spec: AttentionSpec
+    layout: CacheLayout
+    target: Target
+    rule: DispatchRule | None
+    dense_reason: str | None
+    kernels: dict[Variant, AttentionKernel] = field(default_factory=dict)
+
+    def kernel(self, num_seqs: int, max_query_len: int, max_seq_len: int) -> AttentionKernel | None:
+        """The kernel for a batch, or None where the dense path serves it."""
+        if self.rule is None:
+            return None
+        return self.load(self.rule.choose(num_seqs, max_query_len, max_seq_len))
+
+    def load(self, variant: Variant) -> AttentionKernel:
+        """The kernel of `variant`, compiled when first asked for."""
+        kernel = self.kernels.get(variant)
+        if kernel is None:
+            refuse_in_capture(f"variant {variant.name}")
+            from pagegen import targets
+
+            kernel = targets.load_attention(self.spec, self.layout, variant, self.target)
+            self.kernels[variant] = kernel
+        return kernel
+
+
+def refuse_in_capture(what: str) -> None:
+    """Raises RuntimeError while a CUDA graph is being captured: compiling or reading a file there would break
+    the capture, or hide seconds in it."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{what} is not prepared: call pagegen.prepare(spec, layout) before capturing a CUDA graph")
+
+
+@functools.cache
+def plan_for(spec: AttentionSpec, layout: CacheLayout, target: Target) -> Plan:
+    """The plan of a spec, layout and target, made once a process from the default database."""
+    refuse_in_capture("this attention")
+    return make_plan(spec, layout, target, None)
+
+
+def make_plan(spec: AttentionSpec, layout: CacheLayout, target: Target, db: Database | None) -> Plan:
+    """A plan from `db` (None: the default database)."""
+    from pagegen import targets
+
+    reason = targets.unsupported(spec, target)
+    if reason is not None:
+        log.warning("attention on %s gathers its blocks and computes densely: %s", target, reason)
+        return Plan(spec, layout, target, None, reason)
+    from pagegen import selection
+
+    rule = selection.rule_for(spec, layout, target, db)
+    log.info("attention on %s, block size %d: %s", target, layout.block_size, rule.reason)
+    return Plan(spec, layout, target, rule, None)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target that serves tensors on `device`. Raises ValueError for a device that nothing serves."""
+    named = settings.target_name()
+    if device.type == "cpu":
+        target = Target.parse(named) if named else Target("cpu")
+        if target.is_gpu:
+            raise ValueError(f"PAGEGEN_TARGET must be cpu or interpreter for tensors on the CPU, got {target}")
+        return target
+    if device.type == "cuda":
+        return Target.current()
+    raise ValueError(f"q must be on a cpu or cuda device, got {device}")
+
+
+def order_of(k_cache: Tensor) -> str:
+    """The memory order inside a block, read off the strides; "NHD" where both orders are the same bytes."""
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    apart = block_size > 1 and num_kv_heads > 1
+    return "HND" if apart and k_cache.stride(2) > k_cache.stride(1) else "NHD"
+
+
+def canonical(layout: CacheLayout, num_kv_heads: int) -> CacheLayout:
+    """`layout` as `order_of` would read it."""
+    if layout.block_size > 1 and num_kv_heads > 1:
+        return layout
+    return CacheLayout(block_size=layout.block_size, order="NHD")
+
+
+_PREPARED: dict[tuple[AttentionSpec, CacheLayout, Target], Plan] = {}
+
+
+def lookup(spec: AttentionSpec, layout: CacheLayout, target: Target) -> Plan:
+    """The plan that `prepare` made, or one from the default database."""
+    return _PREPARED.get((spec, layout, target)) or plan_for(spec, layout, target)
+
+
+def prepare(
+    spec: AttentionSpec,
+    layout: CacheLayout,
+    target: str | Target | None = None,
+    db: Database | str | None = None,
+) -> DispatchRule | None:
+    """Chooses and compiles the variants that serve `spec` on `layout`, so that serving compiles nothing.
+
+    `target` defaults to this machine's, `db` (a Database, path or URL) to the default database. Returns the
+    dispatch rule, or None where no generated kernel serves the spec and calls compute densely.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__} {spec!r}")
+    if not isinstance(layout, CacheLayout):
+        raise TypeError(f"layout must be a CacheLayout, got {type(layout).__name__} {layout!r}")
+    where = Target.current() if target is None else Target.parse(target)
+    if isinstance(db, str):
+        from pagegen.db import open_db
+
+        with open_db(db) as opened:
+            return prepare(spec, layout, where, opened)
+    layout = canonical(layout, spec.num_kv_heads)
+    plan = make_plan(spec, layout, where, db)
+    for variant in plan.rule.variants if plan.rule else ():
+        plan.load(variant)
+    _PREPARED[spec, layout, where] = plan
+    _forget_calls()
+    return plan.rule
+
+
+def _forget_calls() -> None:
+    from pagegen.ops import attention
+
+    attention.PLANS.clear()

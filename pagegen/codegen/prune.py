@@ -1,0 +1,212 @@
+"""Dropping what specialisation left unused, and the list surgery that keeps the layout of what stays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import libcst as cst
+
+Element = TypeVar("Element", cst.Param, cst.Arg)
+
+
+def functions(module: cst.Module) -> list[cst.FunctionDef]:
+    """The module's functions, in order."""
+    return [s for s in module.body if isinstance(s, cst.FunctionDef)]
+
+
+def is_import(statement: cst.CSTNode) -> bool:
+    """Whether a module statement is an import."""
+    return isinstance(statement, cst.SimpleStatementLine) and isinstance(
+        statement.body[0], cst.Import | cst.ImportFrom
+    )
+
+
+def relist(before: Sequence[Element], kept: Sequence[Element]) -> list[Element]:
+    """`kept` of `before`. The last one kept ends the list the way the last one of before did (its comma and line
+    break), but keeps its own comment."""
+    if not kept or kept[-1] is before[-1]:
+        return list(kept)
+    ending: dict[str, Any] = {"comma": _with_comment_of(kept[-1].comma, before[-1].comma)}
+    if isinstance(before[-1], cst.Arg):
+        ending["whitespace_after_arg"] = before[-1].whitespace_after_arg
+    return [*kept[:-1], kept[-1].with_changes(**ending)]
+
+
+def _with_comment_of(own: Any, last: Any) -> Any:
+    """The comma `last`, with the comment behind the comma `own` in place of its own."""
+    if not isinstance(last, cst.Comma) or not isinstance(last.whitespace_after, cst.ParenthesizedWhitespace):
+        return last
+    line = last.whitespace_after.first_line.with_changes(comment=None, whitespace=cst.SimpleWhitespace(""))
+    if isinstance(own, cst.Comma) and isinstance(own.whitespace_after, cst.ParenthesizedWhitespace):
+        line = own.whitespace_after.first_line
+    return last.with_changes(whitespace_after=last.whitespace_after.with_changes(first_line=line))
+
+
+def with_lines_before(statement: Any, lines: Sequence[cst.EmptyLine]) -> Any:
+    """A statement with comment and blank lines put before its own."""
+    return statement.with_changes(leading_lines=[*lines, *statement.leading_lines])
+
+
+class _Names(cst.CSTVisitor):
+    """Counts the names that are read, and the strings in decorators apart."""
+
+    def __init__(self) -> None:
+        self.read: Counter[str] = Counter()
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.read[node.value] += 1
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Param(self, node: cst.Param) -> bool:
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        if not isinstance(node.target, cst.Name):  # a store into x[i] or x.a reads x
+            node.target.visit(self)
+        return False
+
+    def visit_ImportAlias(self, node: cst.ImportAlias) -> bool:
+        return False
+
+
+def names_read(node: cst.CSTNode) -> Counter[str]:
+    """How often each name is read below `node`."""
+    visitor = _Names()
+    node.visit(visitor)
+    return visitor.read
+
+
+def names_by_side(module: cst.Module) -> tuple[set[str], set[str]]:
+    """The names that kernels (decorated functions) read, and those that host functions read."""
+    kernels: set[str] = set()
+    host: set[str] = set()
+    for function in functions(module):
+        (kernels if function.decorators else host).update(names_read(function.body))
+    return kernels, host
+
+
+def unused(module: cst.Module, roots: Sequence[str]) -> cst.Module:
+    """Drops unread assignments, unused parameters and unreachable functions and imports until nothing changes.
+    Raises ValueError when a root is not there."""
+    absent = set(roots) - {f.name.value for f in functions(module)}
+    if absent:
+        raise ValueError(f"roots must be functions of the template, got {', '.join(sorted(absent))}")
+    while True:
+        before = module
+        module = _drop_unreachable(module, roots)
+        for function in functions(module):
+            module = _replace(module, function, function.visit(_DropUnread(names_read(function.body))))
+        for function in functions(module):
+            module = _drop_unused_params(module, function)
+        if module.deep_equals(before):
+            return module
+
+
+def _replace(module: cst.Module, old: cst.CSTNode, new: Any) -> cst.Module:
+    return module.with_changes(body=[new if s is old else s for s in module.body])
+
+
+def _drop_unreachable(module: cst.Module, roots: Sequence[str]) -> cst.Module:
+    bodies = {f.name.value: names_read(f) for f in functions(module)}
+    reached: set[str] = set()
+    queue = list(roots)
+    while queue:
+        name = queue.pop()
+        if name not in reached:
+            reached.add(name)
+            queue.extend(n for n in bodies[name] if n in bodies)
+    read: set[str] = set().union(*(bodies[name] for name in reached))
+    return module.with_changes(body=[s for s in module.body if _keeps(s, reached, read)])
+
+
+def _keeps(statement: Any, reached: set[str], read: set[str]) -> bool:
+    if isinstance(statement, cst.FunctionDef):
+        return statement.name.value in reached
+    if is_import(statement):
+        alias = statement.body[0].names[0]
+        bound = alias.asname.name if alias.asname else alias.name
+        return cst.Module([]).code_for_node(bound) in read | {"tl"}
+    if isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Assign):
+        target = statement.body[0].targets[0].target
+        return not isinstance(target, cst.Name) or target.value in read
+    return True
+
+
+class _DropUnread(cst.CSTTransformer):
+    """Removes `name = expression` lines whose name nothing in the function reads. Template expressions have no
+    side effects but in stores and atomics, which are statements of their own."""
+
+    def __init__(self, read: Counter[str]) -> None:
+        self.read = read
+
+    def leave_SimpleStatementLine(self, original_node: cst.SimpleStatementLine, updated_node: Any) -> Any:
+        statement = updated_node.body[0]
+        if isinstance(statement, cst.Assign) and len(statement.targets) == 1:
+            target = statement.targets[0].target
+            if isinstance(target, cst.Name) and not self.read[target.value]:
+                return cst.RemoveFromParent()
+        return updated_node
+
+
+def _drop_unused_params(module: cst.Module, function: cst.FunctionDef) -> cst.Module:
+    read = names_read(function.body)
+    # an unbound constant stays, so that the specialiser can name it
+    dropped = {p.name.value for p in function.params.params if not read[p.name.value] and not p.name.value.isupper()}
+    if not dropped:
+        return module
+    kept = [p for p in function.params.params if p.name.value not in dropped]
+    slim = function.with_changes(
+        params=function.params.with_changes(params=relist(function.params.params, kept)),
+        decorators=[d.visit(_DropStrings(dropped)) for d in function.decorators],
+    )
+    changed = _replace(module, function, slim).visit(_DropArguments(function.name.value, dropped))
+    assert isinstance(changed, cst.Module)
+    return changed
+
+
+class _DropArguments(cst.CSTTransformer):
+    """Removes the keywords `dropped` from calls `f(...)` and launches `f[grid](...)` of one function."""
+
+    def __init__(self, function: str, dropped: set[str]) -> None:
+        self.function = function
+        self.dropped = dropped
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        callee = updated_node.func.value if isinstance(updated_node.func, cst.Subscript) else updated_node.func
+        if not isinstance(callee, cst.Name) or callee.value != self.function:
+            return updated_node
+        kept = [a for a in updated_node.args if a.keyword is None or a.keyword.value not in self.dropped]
+        return updated_node.with_changes(args=relist(updated_node.args, kept))
+
+
+class _DropStrings(cst.CSTTransformer):
+    """In a decorator: removes dropped parameters from lists of names, and a list left empty with its keyword."""
+
+    def __init__(self, dropped: set[str]) -> None:
+        self.dropped = dropped
+
+    def leave_Decorator(self, original_node: cst.Decorator, updated_node: cst.Decorator) -> cst.Decorator:
+        call = updated_node.decorator
+        if not isinstance(call, cst.Call):
+            return updated_node
+        args = [a.with_changes(value=self._slim(a.value)) for a in call.args]
+        args = [a for a in args if not (isinstance(a.value, cst.List) and not a.value.elements)]
+        return updated_node.with_changes(decorator=call.with_changes(args=args) if args else call.func)
+
+    def _slim(self, value: cst.BaseExpression) -> cst.BaseExpression:
+        if not isinstance(value, cst.List):
+            return value
+        kept = [
+            e for e in value.elements
+            if not (isinstance(e.value, cst.SimpleString) and e.value.evaluated_value in self.dropped)
+        ]  # fmt: skip
+        return value.with_changes(elements=kept)

@@ -1,0 +1,31 @@
+"""The GPU of this machine as a `Device`, asked of the driver and completed from the shipped table."""
+
+from __future__ import annotations
+
+import torch
+
+from pagegen.spec import Device, Target
+
+
+def current_device(target: Target) -> Device:
+    """The current GPU's features. Raises ValueError when it is not of `target`'s architecture."""
+    here = Target.current() if torch.cuda.is_available() else None
+    if here != target:
+        raise ValueError(f"target must be the GPU of this machine ({here}), got {target}")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    from pagegen.costs import shipped_device
+
+    table = shipped_device(target, name=properties.name)
+    return Device(
+        name=properties.name,
+        target=target,
+        units=properties.multi_processor_count,
+        memory_gib=round(properties.total_memory / 2**30, 1),
+        # the driver does not tell these; the shipped row of the same product, or of the architecture, does
+        bandwidth_gb_s=table.bandwidth_gb_s,
+        matrix_tflops=table.matrix_tflops,
+        last_level_cache_mib=round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
+        shared_memory_kib=getattr(properties, "shared_memory_per_block_optin", 0) / 1024 or table.shared_memory_kib,
+        registers_per_unit=getattr(properties, "regs_per_multiprocessor", 0) or table.registers_per_unit,
+        max_threads_per_unit=getattr(properties, "max_threads_per_multi_processor", 0) or table.max_threads_per_unit,
+    )

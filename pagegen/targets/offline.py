@@ -1,0 +1,168 @@
+"""Compiling Triton kernels for GPUs that are not here: what registers, shared memory and spills they take."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagegen import settings
+from pagegen.codegen import triton as codegen
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Target, TritonVariant
+from pagegen.targets.disassembly import MainLoop, main_loop
+from pagegen.targets.errors import CompileError
+from pagegen.targets.triton_module import import_source
+
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_INT_POINTERS = {"block_table_ptr": "*i32", "seq_lens_ptr": "*i32", "query_start_ptr": "*i32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceFacts:
+    """What the compiler gave one kernel. `spills` is bytes of local memory a thread on NVIDIA, spilled vector
+    registers on AMD. `programs_per_unit` is how many programs fit a multiprocessor or compute unit at once."""
+
+    kernel: str
+    target: str
+    registers: int
+    spills: int
+    shared_bytes: int
+    num_warps: int
+    programs_per_unit: int
+    loop: MainLoop | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready fields."""
+        return asdict(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_facts(
+    spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, target: Target, *, decode: bool
+) -> ResourceFacts:
+    """Compiles the attention kernel for `target`, present or not, and reads its resources.
+
+    Raises CompileError with the compiler's first line, and RuntimeError in an interpreting process.
+    """
+    form = codegen.Form(decode=decode)
+    compiled = compile_kernel(spec, layout, variant, target, form)
+    from pagegen.costs import shipped_device
+
+    return _facts(compiled, variant, target, shipped_device(target), "decode" if decode else "ragged")
+
+
+def compile_kernel(
+    spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, target: Target, form: codegen.Form
+) -> Any:
+    """Triton's compiled kernel. See `compile_facts`."""
+    if settings.interpreting():
+        raise RuntimeError("compiling needs TRITON_INTERPRET unset: in an interpreting process nothing is compiled")
+    if not target.is_gpu:
+        raise ValueError(f"target must be a GPU such as sm_90 or gfx942 to compile for, got {target}")
+    source = codegen.render_attention(spec, layout, variant, form)
+    kernel = import_source(source).paged_attention_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as triton_compile
+
+    arch = target.capability if target.kind == "cuda" else target.arch
+    types = {name: _argument_type(name, spec) for name in kernel.arg_names}
+    # pointers come from the allocator, strides are multiples of the head dim: both are aligned in practice
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name.endswith("_ptr") or (name.startswith("stride_") and name != "stride_table_seq")
+    }
+    try:
+        return triton_compile(
+            ASTSource(fn=kernel, signature=types, constexprs={}, attrs=aligned),
+            target=GPUTarget(target.kind, arch, target.warp_size),
+            options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
+        )
+    except Exception as error:  # noqa: BLE001  triton, LLVM and ptxas raise many types; each is this candidate's
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CompileError(str(target), variant.name, lines[0]) from error
+
+
+def _argument_type(name: str, spec: AttentionSpec) -> str:
+    if name in _INT_POINTERS:
+        return _INT_POINTERS[name]
+    if name in ("q_ptr", "out_ptr"):
+        return "*" + _TYPES[spec.q_dtype]
+    if name in ("k_ptr", "v_ptr"):
+        return "*" + _TYPES[spec.kv_dtype]
+    if name.endswith("_ptr"):
+        return "*fp32"
+    return "fp32" if name == "scale" else "i32"
+
+
+def _facts(compiled: Any, variant: TritonVariant, target: Target, device: Device, kind: str) -> ResourceFacts:
+    if target.kind == "cuda":
+        registers, spills, assembly = _nvidia(compiled.asm["cubin"])
+    else:
+        assembly = compiled.asm["amdgcn"]
+        registers = _amd_count(assembly, "vgpr_count")
+        spills = _amd_count(assembly, "vgpr_spill_count")
+    shared = int(compiled.metadata.shared)
+    return ResourceFacts(
+        kernel=kind,
+        target=str(target),
+        registers=registers,
+        spills=spills,
+        shared_bytes=shared,
+        num_warps=variant.num_warps,
+        programs_per_unit=_programs_per_unit(registers, shared, variant.num_warps, target, device),
+        loop=main_loop(assembly),
+    )
+
+
+def _nvidia(cubin: bytes) -> tuple[int, int, str]:
+    """Registers a thread, local bytes a thread, and the SASS, by the tools that ship with triton."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", str(path))
+        assembly = _run(knobs.nvidia.nvdisasm.path, "-c", str(path))
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {usage[:200]!r}")
+    return int(found.group(1)), int(found.group(2)) + int(found.group(4)), assembly
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{Path(command[0]).name} failed: {done.stderr.strip()[:200]}")
+    return done.stdout
+
+
+def _amd_count(assembly: str, field: str) -> int:
+    found = re.search(rf"\.{field}:\s+(\d+)", assembly)
+    if found is None:
+        raise RuntimeError(f"the AMD listing has no .{field}")
+    return int(found.group(1))
+
+
+def _programs_per_unit(registers: int, shared: int, num_warps: int, target: Target, device: Device) -> int:
+    """Programs resident on one unit at once, by registers, shared memory and threads.
+
+    Registers are allotted to a warp in steps of 256 on NVIDIA and of 8 a lane on gfx9 (512 a SIMD lane, four
+    SIMDs a compute unit); shared memory a unit is taken as what one program may use, its only published bound here.
+    """
+    threads = num_warps * target.warp_size
+    if target.kind == "cuda":
+        per_warp = -(-registers * 32 // 256) * 256
+        by_registers = device.registers_per_unit // (per_warp * num_warps)
+    else:
+        waves = 4 * min(8, 512 // max(8, -(-registers // 8) * 8))
+        by_registers = waves // num_warps
+    by_shared = int(device.shared_memory_kib * 1024) // shared if shared else by_registers
+    return min(by_registers, by_shared, device.max_threads_per_unit // threads)

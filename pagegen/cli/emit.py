@@ -1,0 +1,93 @@
+"""`pagegen emit`: the specialised kernel as one readable file that runs without pagegen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pagegen.cli import options, output
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonVariant, Variant
+
+
+@click.command()
+@options.model_options
+@options.layout_options
+@options.target_option
+@click.option("--ragged", is_flag=True, help="The kernel for batches with longer queries, not the decode kernel.")
+@click.option("--variant", "variant_name", help="A variant's name; by default the one that would be chosen.")
+@click.option("--db", "db_url", help="The tuning database to choose from.")
+@click.option("-o", "--output", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write to a file.")
+@output.json_option
+def command(
+    model: str,
+    layer: str | None,
+    q_dtype: str | None,
+    kv_dtype: str | None,
+    block_size: int,
+    order: str,
+    target: Target | None,
+    ragged: bool,
+    variant_name: str | None,
+    db_url: str | None,
+    path: Path | None,
+    as_json: bool,
+) -> None:
+    """Prints the kernel that pagegen generates for a model, block size and target."""
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    layout = options.layout_of(block_size, order)
+    target = target or Target.current()
+    from pagegen import targets
+
+    reason = targets.unsupported(spec, target)
+    if reason is not None:
+        raise output.Failure(f"no kernel is generated for {model} on {target}: {reason}")
+    variant = _named(variant_name, target) if variant_name else _chosen(spec, layout, target, ragged, db_url)
+    source = render(spec, layout, variant, ragged=ragged)
+    if path is not None:
+        try:
+            path.write_text(source, encoding="utf-8")
+        except OSError as error:
+            raise output.Failure(f"cannot write {path}: {error.strerror}; choose another file with -o") from error
+    document = {"variant": variant.to_dict(), "target": str(target), "file": str(path) if path else None}
+    if as_json:
+        output.show({**document, "source": source}, True, str)
+    elif path is None:
+        click.echo(source, nl=False)
+    else:
+        click.echo(f"{path}: {variant.name} for {target}", err=True)
+
+
+def render(spec: AttentionSpec, layout: CacheLayout, variant: Variant, *, ragged: bool) -> str:
+    """The source of one variant's kernel."""
+    try:
+        if isinstance(variant, CppVariant):
+            from pagegen.codegen import cpp
+
+            return cpp.render_attention(spec, layout, variant)
+        from pagegen.codegen import triton
+
+        assert isinstance(variant, TritonVariant)
+        return triton.render_attention(spec, layout, variant, triton.Form(decode=not ragged))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _named(name: str, target: Target) -> Variant:
+    try:
+        variant = Variant.parse(name)
+    except (ValueError, TypeError) as error:
+        raise click.BadParameter(str(error), param_hint="--variant") from error
+    if variant.family != target.family:
+        raise click.BadParameter(f"{target} needs a {target.family} variant, got {name}", param_hint="--variant")
+    return variant
+
+
+def _chosen(spec: AttentionSpec, layout: CacheLayout, target: Target, ragged: bool, db_url: str | None) -> Variant:
+    from pagegen.db import open_db
+    from pagegen.selection import rule_for
+
+    database = open_db(db_url) if db_url else None
+    rule = rule_for(spec, layout, target, database)
+    # a batch of the middle: 32 sequences of 4096 tokens
+    return rule.choose(32, 512 if ragged else 1, 4096)

@@ -1,0 +1,85 @@
+"""`pagegen inspect`: compiles for GPUs that are not here and shows what the compiler made of the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from pagegen.cli import options, output
+from pagegen.spec import AttentionSpec, CacheLayout, Target, TritonVariant
+
+_COLUMNS = {
+    "target": "target", "kernel": "kernel", "registers": "registers", "spills": "spills",
+    "shared_bytes": "shared B", "programs_per_unit": "programs/unit", "instructions": "instr/tile",
+    "matrix": "matrix/tile", "async_copies": "async copies/tile", "variant": "variant",
+}  # fmt: skip
+
+
+@click.command()
+@options.model_options
+@options.layout_options
+@click.option("--target", "names", default="sm_80,sm_90,sm_100,gfx942", show_default=True, help="Targets, by commas.")
+@click.option("--variant", "variant_name", help="A Triton variant's name; the default ones by default.")
+@output.json_option
+def command(
+    model: str,
+    layer: str | None,
+    q_dtype: str | None,
+    kv_dtype: str | None,
+    block_size: int,
+    order: str,
+    names: str,
+    variant_name: str | None,
+    as_json: bool,
+) -> None:
+    """Registers, spills, shared memory, occupancy and instructions a tile, with no such GPU present."""
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    layout = options.layout_of(block_size, order)
+    targets = [_gpu(name) for name in names.split(",")]
+    rows = [
+        _row(spec, layout, target, decode=decode, variant_name=variant_name)
+        for target in targets
+        for decode in (True, False)
+    ]
+    output.show({"model": model, "block_size": block_size, "kernels": rows}, as_json, lambda: output.table(rows, _COLUMNS))
+    failed = [row for row in rows if row.get("error")]
+    if failed:
+        first = failed[0]
+        raise output.Failure(f"{first['kernel']} does not compile for {first['target']}: {first['error']}")
+
+
+def _gpu(name: str) -> Target:
+    try:
+        target = Target.parse(name)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--target") from error
+    if not target.is_gpu:
+        raise click.BadParameter(f"a GPU such as sm_90 or gfx942 is compiled for, got {name}", param_hint="--target")
+    return target
+
+
+def _row(
+    spec: AttentionSpec, layout: CacheLayout, target: Target, *, decode: bool, variant_name: str | None
+) -> dict[str, Any]:
+    from pagegen import targets
+    from pagegen.targets import offline
+    from pagegen.targets.errors import CompileError
+
+    reason = targets.unsupported(spec, target)
+    if reason is not None:
+        raise output.Failure(f"no kernel is generated for this model on {target}: {reason}")
+    try:
+        variant = (
+            TritonVariant.parse(variant_name)
+            if variant_name
+            else targets.default_variant(spec, layout, target, decode=decode)
+        )
+        if not isinstance(variant, TritonVariant):
+            raise click.BadParameter(f"a triton variant is needed, got {variant_name}", param_hint="--variant")
+        facts = offline.compile_facts(spec, layout, variant, target, decode=decode).to_dict()
+    except CompileError as error:
+        return {"target": str(target), "kernel": "decode" if decode else "ragged", "error": error.detail}
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    return {**facts, **(facts["loop"] or {}), "variant": variant.name}

@@ -1,0 +1,63 @@
+"""Options that several commands share, with bad values reported as usage errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from pagegen.spec import AttentionSpec, CacheLayout, Target
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class TargetType(click.ParamType):
+    """ "sm_90", "gfx942", "cpu" or "interpreter"."""
+
+    name = "target"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Target:
+        try:
+            return Target.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def model_options(command: Command) -> Command:
+    """`--model`, `--layer`, `--q-dtype` and `--kv-dtype`: read them back with `model_spec`."""
+    for option in reversed(
+        (
+            click.option("--model", required=True, help='A known model ("llama-3.1-8b") or its Hugging Face id.'),
+            click.option("--layer", type=click.Choice(["full", "sliding"]), help="Which layer of a model that mixes."),
+            click.option("--q-dtype", help="Query dtype; the model's own by default."),
+            click.option("--kv-dtype", help="Cache dtype; the query dtype by default."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def model_spec(model: str, layer: str | None, q_dtype: str | None, kv_dtype: str | None) -> AttentionSpec:
+    """The spec that the model options name."""
+    try:
+        return AttentionSpec.from_model(model, layer=layer, q_dtype=q_dtype, kv_dtype=kv_dtype)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def layout_options(command: Command) -> Command:
+    """`--block-size` and `--order`: read them back as `CacheLayout(block_size=..., order=...)`."""
+    size = click.option("--block-size", type=click.IntRange(min=1), required=True, help="Tokens a cache block.")
+    order = click.option("--order", type=click.Choice(["NHD", "HND"]), default="NHD", show_default=True)
+    return size(order(command))
+
+
+def target_option(command: Command) -> Command:
+    """`--target`, by default this machine's."""
+    return click.option("--target", type=TargetType(), help="sm_90, gfx942, cpu, ...; this machine by default.")(command)
+
+
+def layout_of(block_size: int, order: str) -> CacheLayout:
+    """The layout that the layout options name."""
+    return CacheLayout(block_size=block_size, order=order)

@@ -1,0 +1,29 @@
+"""What every command shares: `--json`, tables, and errors as one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+from tabulate import tabulate
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+
+
+class Failure(click.ClickException):
+    """A command that cannot do its work: one line that says what to do, exit code 1."""
+
+    exit_code = 1
+
+
+def show(document: Any, as_json: bool, text: Callable[[], str]) -> None:
+    """Prints `document` as JSON, or the text for people."""
+    click.echo(json.dumps(document, indent=1) if as_json else text())
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """Rows as a table; `columns` maps a row's keys to headings, in order. A missing value prints as "-"."""
+    cells = [["-" if row.get(key) is None else row[key] for key in columns] for row in rows]
+    return str(tabulate(cells, headers=list(columns.values()), tablefmt="simple", disable_numparse=False))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagegen import modifiers
-from pagegen.spec.dtypes import parse_dtype
+from pagegen.spec.dtypes import INT4, parse_dtype
 
 
 def reference_attention(
@@ -129,7 +129,7 @@ def _tree(mask: Tensor, q_len: int, length: int) -> Tensor:
 
 
 def _value_width(k_cache: Tensor, v_cache: Tensor | None, v_head_dim: int | None, kv_dtype: object) -> int:
-    packed = kv_dtype is not None and parse_dtype(kv_dtype, "kv_dtype") == torch.int4  # type: ignore[arg-type]
+    packed = kv_dtype is not None and parse_dtype(kv_dtype, "kv_dtype") == INT4  # type: ignore[arg-type]
     if v_cache is not None:
         return v_cache.shape[-1] * (2 if packed else 1)
     if v_head_dim is None:
@@ -171,7 +171,7 @@ def _decode(stored: Tensor, kv_dtype: str | torch.dtype | None) -> Tensor:
     if kv_dtype is None:
         return stored
     dtype = parse_dtype(kv_dtype, "kv_dtype")
-    if dtype == torch.int4:
+    if dtype == INT4:
         byte = stored.view(torch.uint8).to(torch.int16)
         nibbles = torch.stack([byte & 0xF, byte >> 4], dim=-1).flatten(-2)
         return torch.where(nibbles > 7, nibbles - 16, nibbles)

@@ -39,7 +39,7 @@ def find_sequence(
     return low - 1
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "stride_table_seq"])  # both change from batch to batch
 def paged_attention_kernel(
     q_ptr,
     k_ptr,
@@ -88,7 +88,6 @@ def paged_attention_kernel(
 ):
     kv_head = tl.program_id(1)
     rows = tl.arange(0, TILE_ROWS)
-    first_tile = 0
     if DECODE:
         seq = tl.program_id(0)
         seq_len = tl.load(seq_lens_ptr + seq)
@@ -99,6 +98,8 @@ def paged_attention_kernel(
         kv_end = seq_len
         if WINDOW > 0:
             first_tile = tl.maximum(seq_len - WINDOW, 0) // TILE_KV
+        else:
+            first_tile = 0
     else:
         tile_index = tl.program_id(0)
         seq = find_sequence(
@@ -119,12 +120,15 @@ def paged_attention_kernel(
         row_used = (rows < TILE_QUERIES * GROUP) & (query < q_len)
         q_pos = seq_len - q_len + query
         # keys from first_tile * TILE_KV to kv_end: no row of this tile may see another
-        kv_end = seq_len
         if CAUSAL:
             last_query = tl.minimum(first_query + TILE_QUERIES, q_len) - 1
             kv_end = tl.maximum(seq_len - q_len + last_query + 1, 0)
+        else:
+            kv_end = seq_len
         if WINDOW > 0:
             first_tile = tl.maximum(seq_len - q_len + first_query - WINDOW + 1, 0) // TILE_KV
+        else:
+            first_tile = 0
 
     dims = tl.arange(0, HEAD_DIM_PADDED)
     v_dims = tl.arange(0, V_HEAD_DIM_PADDED)
@@ -250,6 +254,7 @@ def reduce_splits_kernel(
     V_HEAD_DIM_PADDED: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     NUM_SPLITS_PADDED: tl.constexpr,
+    DECODE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
 ):
@@ -261,6 +266,10 @@ def reduce_splits_kernel(
     v_dims = tl.arange(0, V_HEAD_DIM_PADDED)
     lse = tl.load(partial_lse_ptr + row * NUM_SPLITS + splits, mask=splits < NUM_SPLITS, other=float("-inf"))
     top = tl.max(lse, 0)
+    if not DECODE:
+        # no split wrote this row: it belongs to no sequence
+        if top == float("inf"):
+            return
     if HAS_SINKS:  # here and not in the splits: it counts once
         sink = tl.load(sinks_ptr + head) * LOG2_E
         top = tl.maximum(top, sink)
@@ -319,18 +328,16 @@ def launch(
     """Launches the attention of one batch. Shapes as above; the results are written in place."""
     num_seqs = seq_lens.shape[0]
     num_kv_heads = k_cache.shape[2]
-    if DECODE:
-        num_tiles = num_seqs
-    else:
-        num_tiles = q.shape[0] // TILE_QUERIES + num_seqs
+    num_tiles = num_seqs if DECODE else q.shape[0] // TILE_QUERIES + num_seqs
     if NUM_SPLITS == 1:
         partial_out = None
         partial_lse = None
     else:
         num_rows = q.shape[0] * q.shape[1]
         partial_out = torch.empty(num_rows * NUM_SPLITS * V_HEAD_DIM, dtype=torch.float32, device=q.device)
-        # rows that belong to no sequence stay empty states
-        partial_lse = torch.full((num_rows * NUM_SPLITS,), float("-inf"), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(num_rows * NUM_SPLITS, dtype=torch.float32, device=q.device)
+        if not DECODE:
+            partial_lse.fill_(float("inf"))  # the mark of a row that no sequence owns
     paged_attention_kernel[(num_tiles, num_kv_heads, NUM_SPLITS)](
         q_ptr=q,
         k_ptr=k_cache,
@@ -392,6 +399,7 @@ def launch(
             V_HEAD_DIM_PADDED=V_HEAD_DIM_PADDED,
             NUM_SPLITS=NUM_SPLITS,
             NUM_SPLITS_PADDED=NUM_SPLITS_PADDED,
+            DECODE=DECODE,
             HAS_SINKS=HAS_SINKS,
             WRITE_LSE=WRITE_LSE,
         )

@@ -42,7 +42,9 @@ def command(
         for target in targets
         for decode in (True, False)
     ]
-    output.show({"model": model, "block_size": block_size, "kernels": rows}, as_json, lambda: output.table(rows, _COLUMNS))
+    output.show(
+        {"model": model, "block_size": block_size, "kernels": rows}, as_json, lambda: output.table(rows, _COLUMNS)
+    )
     failed = [row for row in rows if row.get("error")]
     if failed:
         first = failed[0]

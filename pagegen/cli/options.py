@@ -12,7 +12,7 @@ from pagegen.spec import AttentionSpec, CacheLayout, Target
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class TargetType(click.ParamType):
+class TargetType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
     """ "sm_90", "gfx942", "cpu" or "interpreter"."""
 
     name = "target"
@@ -55,7 +55,9 @@ def layout_options(command: Command) -> Command:
 
 def target_option(command: Command) -> Command:
     """`--target`, by default this machine's."""
-    return click.option("--target", type=TargetType(), help="sm_90, gfx942, cpu, ...; this machine by default.")(command)
+    return click.option("--target", type=TargetType(), help="sm_90, gfx942, cpu; this machine by default.")(
+        command
+    )
 
 
 def layout_of(block_size: int, order: str) -> CacheLayout:

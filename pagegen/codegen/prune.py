@@ -18,9 +18,7 @@ def functions(module: cst.Module) -> list[cst.FunctionDef]:
 
 def is_import(statement: cst.CSTNode) -> bool:
     """Whether a module statement is an import."""
-    return isinstance(statement, cst.SimpleStatementLine) and isinstance(
-        statement.body[0], cst.Import | cst.ImportFrom
-    )
+    return isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Import | cst.ImportFrom)
 
 
 def relist(before: Sequence[Element], kept: Sequence[Element]) -> list[Element]:
@@ -31,7 +29,9 @@ def relist(before: Sequence[Element], kept: Sequence[Element]) -> list[Element]:
     ending: dict[str, Any] = {"comma": _with_comment_of(kept[-1].comma, before[-1].comma)}
     if isinstance(before[-1], cst.Arg):
         ending["whitespace_after_arg"] = before[-1].whitespace_after_arg
-    return [*kept[:-1], kept[-1].with_changes(**ending)]
+    result = list(kept)
+    result[-1] = result[-1].with_changes(**ending)  # type: ignore[assignment]  # the type stays
+    return result
 
 
 def _with_comment_of(own: Any, last: Any) -> Any:
@@ -50,10 +50,11 @@ def with_lines_before(statement: Any, lines: Sequence[cst.EmptyLine]) -> Any:
 
 
 class _Names(cst.CSTVisitor):
-    """Counts the names that are read, and the strings in decorators apart."""
+    """Counts the names that are read, and collects those that a plain assignment sets."""
 
     def __init__(self) -> None:
         self.read: Counter[str] = Counter()
+        self.assigned: set[str] = set()
 
     def visit_Name(self, node: cst.Name) -> None:
         self.read[node.value] += 1
@@ -70,7 +71,9 @@ class _Names(cst.CSTVisitor):
         return False
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
-        if not isinstance(node.target, cst.Name):  # a store into x[i] or x.a reads x
+        if isinstance(node.target, cst.Name):
+            self.assigned.add(node.target.value)
+        else:  # a store into x[i] or x.a reads x
             node.target.visit(self)
         return False
 
@@ -104,11 +107,19 @@ def unused(module: cst.Module, roots: Sequence[str]) -> cst.Module:
         before = module
         module = _drop_unreachable(module, roots)
         for function in functions(module):
-            module = _replace(module, function, function.visit(_DropUnread(names_read(function.body))))
+            module = _drop_unread(module, function)
         for function in functions(module):
             module = _drop_unused_params(module, function)
-        if module.deep_equals(before):
+        if module is before:
             return module
+
+
+def _drop_unread(module: cst.Module, function: cst.FunctionDef) -> cst.Module:
+    names = _Names()
+    function.body.visit(names)
+    if all(names.read[name] for name in names.assigned):
+        return module
+    return _replace(module, function, function.visit(_DropUnread(names.read)))
 
 
 def _replace(module: cst.Module, old: cst.CSTNode, new: Any) -> cst.Module:
@@ -125,7 +136,15 @@ def _drop_unreachable(module: cst.Module, roots: Sequence[str]) -> cst.Module:
             reached.add(name)
             queue.extend(n for n in bodies[name] if n in bodies)
     read: set[str] = set().union(*(bodies[name] for name in reached))
-    return module.with_changes(body=[s for s in module.body if _keeps(s, reached, read)])
+    body: list[Any] = []
+    gap: Sequence[cst.EmptyLine] = ()  # the blank line before a dropped import stays before the next one
+    for statement in module.body:
+        if not _keeps(statement, reached, read):
+            gap = gap or (statement.leading_lines if is_import(statement) else ())  # type: ignore[attr-defined]
+            continue
+        body.append(with_lines_before(statement, gap) if gap and is_import(statement) else statement)
+        gap = ()
+    return module if len(body) == len(module.body) else module.with_changes(body=body)
 
 
 def _keeps(statement: Any, reached: set[str], read: set[str]) -> bool:
@@ -209,4 +228,6 @@ class _DropStrings(cst.CSTTransformer):
             e for e in value.elements
             if not (isinstance(e.value, cst.SimpleString) and e.value.evaluated_value in self.dropped)
         ]  # fmt: skip
+        if kept:
+            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return value.with_changes(elements=kept)

@@ -4,8 +4,8 @@ A template is a module of `@triton.jit` kernels and host functions that launch t
 function takes as parameters are constants to bind; calls between the template's functions pass everything by
 keyword, constants as `NAME=NAME`. That convention is all the specialiser relies on:
 
-1. bound parameters and the keywords that passed them go, the names become module constants;
-2. `if` statements and expressions whose tests are decided by the bound values are folded;
+1. `if` statements and expressions whose tests are decided by the bound values are folded;
+2. bound parameters and the keywords that passed them go, the names become module constants;
 3. assignments to names that nothing reads, parameters that nothing uses (with the arguments that fed them) and
    functions and imports that nothing refers to are dropped, until nothing changes.
 
@@ -42,8 +42,8 @@ def specialise(source: str, bindings: Mapping[str, Value], *, header: Sequence[s
     missing = set(bindings) - set(notes)
     if missing:
         raise ValueError(f"bindings must name constants of the template, got {', '.join(sorted(missing))}")
-    module = _visit(module, _Bind(bindings))
     module = _visit(module, _Fold(bindings))
+    module = _visit(module, _Bind(bindings))
     module = prune.unused(module, roots)
     unbound = sorted(set(_constant_notes(module)))
     if unbound:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagegen import modifiers
+from pagegen.ops import checks
 from pagegen.spec import Variant, dtype_name, parse_dtype
 
 
@@ -138,9 +139,11 @@ def rope_write_kv(
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, pairs: Tensor | Sequence[tuple[int, int]]) -> None:
-    """Copies whole blocks: `pairs` is int64 [num_pairs, 2] of (source, target), all sources read before any
-    target is written. The copy of copy-on-write."""
+    """Copies whole blocks: `pairs` is int64 [num_pairs, 2] of (source, target). Each target is named once, and no
+    block is both source and target (checked for a Python sequence, and for a tensor when PAGEGEN_CHECK=1). The
+    copy of copy-on-write."""
     if not isinstance(pairs, Tensor):
+        checks.block_pairs(pairs, k_cache.shape[0])
         pairs = torch.tensor(list(pairs), dtype=torch.int64, device=k_cache.device).reshape(-1, 2)
     torch.ops.pagegen.copy_blocks(k_cache, v_cache, pairs)
 

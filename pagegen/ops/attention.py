@@ -49,9 +49,7 @@ def paged_attention(
     if plan.dense_reason is None and options.get("tree_mask") is None:
         max_query_len, max_seq_len = _bounds(q, k_cache, block_table, options)
         named = options.get("variant")
-        kernel = (
-            plan.load(Variant.parse(named)) if named else plan.kernel(len(seq_lens), max_query_len, max_seq_len)
-        )
+        kernel = plan.load(Variant.parse(named)) if named else plan.kernel(len(seq_lens), max_query_len, max_seq_len)
     if kernel is None:
         _dense(q, k_cache, v_cache, block_table, seq_lens, out, lse if return_lse else None, options)
         return out, lse
@@ -133,7 +131,7 @@ def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, option
             v_head_dim=width,
             q_dtype=q.dtype,
             kv_dtype=option("kv_dtype") or k_cache.dtype,
-            scale=option("scale"),
+            scale=option("scale"),  # type: ignore[arg-type]  # None is the default scale
             causal=option("causal", True),
             window=option("window"),
             logit_softcap=option("logit_softcap"),

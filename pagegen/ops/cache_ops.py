@@ -110,11 +110,17 @@ def _rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, pairs: Tensor) -> None:
     """`torch.ops.pagegen.copy_blocks`; see `pagegen.copy_blocks`."""
-    checks.tensor("pairs", pairs, "[num_pairs, 2]", (torch.int64,), k_cache.device)
-    checks.sizes("pairs", pairs, (None, 2), "[num_pairs, 2]")
-    sources, targets_ = pairs[:, 0], pairs[:, 1]
+    checks.copies(k_cache, v_cache, pairs)
+    if not len(pairs):
+        return
+    from pagegen import targets
+
+    copier = targets.copy_blocks(plans.target_of(k_cache.device))
+    if copier is not None and k_cache.dtype in checks.FLOATS:
+        copier(k_cache, v_cache, pairs)
+        return
     for cache in (k_cache, v_cache):
-        cache[targets_] = cache[sources]
+        cache[pairs[:, 1]] = cache[pairs[:, 0]]
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,13 @@ Checks of values on the device (block ids, lengths) cost a synchronisation: `val
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pagegen import settings
 from pagegen.spec.dtypes import QUERY_DTYPES
 
 FLOATS = QUERY_DTYPES
@@ -140,6 +142,25 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: 
     sizes("v", v, (k.shape[0], *v_cache.shape[2:]), "[num_tokens, num_kv_heads, v_head_dim]")
     tensor("slot_mapping", slot_mapping, "[num_tokens]", (torch.int64,), k.device)
     sizes("slot_mapping", slot_mapping, (k.shape[0],), "[num_tokens]")
+
+
+def copies(k_cache: Tensor, v_cache: Tensor, pairs: Tensor) -> None:
+    """The operands of `copy_blocks`."""
+    caches(k_cache, v_cache, FLOATS + (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8), k_cache.device)
+    tensor("pairs", pairs, "[num_pairs, 2]", (torch.int64,), k_cache.device)
+    sizes("pairs", pairs, (None, 2), "[num_pairs, 2]")
+    if settings.check_values():
+        block_pairs(pairs.tolist(), k_cache.shape[0])
+
+
+def block_pairs(pairs: Sequence[Sequence[int]], num_blocks: int) -> None:
+    """Block ids within the cache, each target named once, and no block both read and written."""
+    targets = [target for _, target in pairs]
+    for source, target in pairs:
+        if not (0 <= source < num_blocks and 0 <= target < num_blocks):
+            raise ValueError(f"pairs must hold blocks in 0..{num_blocks - 1}, got ({source}, {target})")
+    if len(set(targets)) != len(targets) or set(targets) & {source for source, _ in pairs}:
+        raise ValueError(f"pairs must name each target once and no block as source and target, got {list(pairs)}")
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,16 +45,21 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
+def _like_q(q: Tensor, *_: Any, **__: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-for name, fake in {
+_FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _attention,
     "paged_attention.out": _attention_out,
     "write_kv": _nothing,
-    "rope_write_kv": lambda q, *_, **__: q.new_empty(q.shape),
+    "rope_write_kv": _like_q,
     "copy_blocks": _nothing,
     "merge_states": _merge,
-}.items():
-    torch.library.register_fake(f"pagegen::{name}", fake, lib=LIBRARY)
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"pagegen::{_name}", _fake, lib=LIBRARY)

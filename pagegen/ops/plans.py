@@ -129,6 +129,8 @@ def prepare(
         raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__} {spec!r}")
     if not isinstance(layout, CacheLayout):
         raise TypeError(f"layout must be a CacheLayout, got {type(layout).__name__} {layout!r}")
+    from pagegen import targets
+
     where = Target.current() if target is None else Target.parse(target)
     if isinstance(db, str):
         from pagegen.db import open_db
@@ -138,7 +140,7 @@ def prepare(
     layout = canonical(layout, spec.num_kv_heads)
     plan = make_plan(spec, layout, where, db)
     for variant in plan.rule.variants if plan.rule else ():
-        plan.load(variant)
+        targets.warm_up(plan.load(variant), spec, layout, where)
     _PREPARED[spec, layout, where] = plan
     _forget_calls()
     return plan.rule

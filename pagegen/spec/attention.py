@@ -106,7 +106,9 @@ class AttentionSpec:
             raise ValueError(f"AttentionSpec has no field {', '.join(sorted(unknown))}")
         missing = {"num_q_heads", "num_kv_heads", "head_dim"} - set(data)
         if missing:
-            raise ValueError(f"AttentionSpec needs {', '.join(sorted(missing))}, got {', '.join(sorted(data)) or 'none'}")
+            raise ValueError(
+                f"AttentionSpec needs {', '.join(sorted(missing))}, got {', '.join(sorted(data)) or 'none'}"
+            )
         return cls(**data)
 
     @classmethod

@@ -67,13 +67,8 @@ def spec_from_config(config: Any, *, layer: int, kv_dtype: str | torch.dtype | N
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     scalar = getattr(text, "query_pre_attn_scalar", None)
     scale = getattr(text, "attention_multiplier", None) or (1.0 / math.sqrt(scalar) if scalar else None)
-    return AttentionSpec(
-        num_kv_heads=_kv_heads(text, heads),
-        head_dim=head_dim,
-        v_head_dim=getattr(text, "v_head_dim", None),
-        scale=scale,
-        **common,
-    )
+    common |= {"v_head_dim": getattr(text, "v_head_dim", None), "scale": scale}
+    return AttentionSpec(num_kv_heads=_kv_heads(text, heads), head_dim=head_dim, **common)
 
 
 def _kv_heads(text: Any, heads: int) -> int:

@@ -21,7 +21,9 @@ class Target:
         if self.kind not in pattern:
             raise ValueError(f"target kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if not re.fullmatch(pattern[self.kind], self.arch):
-            raise ValueError(f"target arch must look like sm_90 or gfx942, or be empty for {self.kind}, got {self.arch!r}")
+            raise ValueError(
+                f"target arch must look like sm_90 or gfx942, or be empty for {self.kind}, got {self.arch!r}"
+            )
 
     def __str__(self) -> str:
         return self.arch or self.kind

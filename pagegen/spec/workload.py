@@ -126,8 +126,9 @@ class Profile:
                 licence=data.get("licence", ""),
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"a profile file must have name and batches with context_lens, query_lens and "
-                             f"weight: {error!r}") from error
+            raise ValueError(
+                f"a profile file must have name and batches with context_lens, query_lens and weight: {error!r}"
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

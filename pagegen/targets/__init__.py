@@ -12,10 +12,12 @@ __all__ = [
     "AttentionCall",
     "AttentionKernel",
     "code_hash",
+    "copy_blocks",
     "current_device",
     "default_variant",
     "load_attention",
     "unsupported",
+    "warm_up",
     "write_kv",
 ]
 
@@ -44,11 +46,23 @@ def load_attention(spec: AttentionSpec, layout: CacheLayout, variant: Variant, t
     return triton_launch.load_attention(spec, layout, variant, target)
 
 
+def warm_up(kernel: AttentionKernel, spec: AttentionSpec, layout: CacheLayout, target: Target) -> None:
+    """Makes a loaded kernel compile all it will ever compile. A C++ kernel did when it was loaded; Triton compiles
+    at a kernel's first launch, so each form is launched once on a batch of one short sequence."""
+    if target.is_gpu:
+        from pagegen.targets import warm
+
+        for call in warm.calls(spec, layout):
+            kernel(call)
+
+
 def unsupported(spec: AttentionSpec, target: Target) -> str | None:
     """Why no generated kernel serves `spec` on `target` (a sentence), or None when one does."""
     if target.kind == "cpu":
         from pagegen.targets import cpu
 
+        if cpu.compiler() is None:
+            return "no C++ compiler works here: install g++ or clang++, or name one in CXX"
         return cpu.unsupported(spec)
     from pagegen.codegen import triton
 
@@ -76,6 +90,17 @@ def write_kv(target: Target) -> Callable[..., None] | None:
     from pagegen.targets import triton_launch
 
     return triton_launch.write_kv
+
+
+def copy_blocks(target: Target) -> Callable[..., None] | None:
+    """The generated copier `(k_cache, v_cache, pairs) -> None`, or None where torch's own indexing serves."""
+    if target.kind == "cpu":
+        from pagegen.targets import cpu
+
+        return cpu.copy_blocks if cpu.compiler() else None
+    from pagegen.targets import triton_launch
+
+    return triton_launch.copy_blocks
 
 
 @functools.cache

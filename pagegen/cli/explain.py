@@ -1,0 +1,153 @@
+"""`pagegen explain`: which variant serves a batch, why, and how far it is from the hardware's limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import click
+
+from pagegen.cli import options, output
+from pagegen.cli.db import plain_failures, url_option
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Target, TritonVariant, Variant, Workload
+
+# Quantities that do not add up over sequences.
+PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")
+
+
+@click.command()
+@options.model_options
+@options.layout_options
+@click.option("--batch", type=click.IntRange(min=1), required=True, help="Sequences.")
+@click.option("--context", type=click.IntRange(min=1), required=True, help="Tokens in each one's cache.")
+@click.option("--queries", type=click.IntRange(min=1), default=1, show_default=True, help="New tokens of each.")
+@options.target_option
+@click.option("--rejected", is_flag=True, help="Also list what the search space loses to which rule.")
+@url_option
+@output.json_option
+def command(
+    model: str,
+    layer: str | None,
+    q_dtype: str | None,
+    kv_dtype: str | None,
+    block_size: int,
+    order: str,
+    batch: int,
+    context: int,
+    queries: int,
+    target: Target | None,
+    rejected: bool,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """The variant that is chosen for a batch, the evidence, the expected time and its share of the roofline."""
+    if queries > context:
+        raise click.UsageError(f"--queries must be at most --context {context}, got {queries}")
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    layout = options.layout_of(block_size, order)
+    target = target or Target.current()
+    workload = Workload(context_lens=(context,) * batch, query_lens=(queries,) * batch)
+    from pagegen import selection
+
+    with plain_failures():
+        chosen = selection.select(spec, layout, target, workload, db=url)
+        device = selection.device_for(target)
+        document = explain(spec, layout, device, workload, chosen)
+        if rejected:
+            document["rejected"] = rejections(spec, layout, device)
+    output.show({"model": model, **document}, as_json, lambda: _text(model, document))
+
+
+def explain(
+    spec: AttentionSpec, layout: CacheLayout, device: Device, workload: Workload, chosen: Selection
+) -> dict[str, Any]:
+    """What is known about a choice, JSON-ready."""
+    from pagegen import costs
+
+    # the interpreter, and a CPU without a compiler to measure it, have no known bandwidth and so no floor
+    roofline_us = costs.roofline_us(spec, layout, device, workload) if device.bandwidth_gb_s > 0 else None
+    share = roofline_us / chosen.predicted_us if roofline_us and chosen.predicted_us else None
+    return {
+        "target": str(device.target),
+        "device": device.name,
+        "layout": layout.to_dict(),
+        "batch": {"num_seqs": workload.num_seqs, "total_context": workload.total_context, "total_q": workload.total_q},
+        "variant": chosen.variant.to_dict(),
+        "variant_name": chosen.variant.name,
+        "reason": chosen.reason,
+        "distance": chosen.distance,
+        "evidence": chosen.evidence,
+        "predicted_us": chosen.predicted_us,
+        "roofline_us": roofline_us,
+        "roofline_share": share,
+        "paths": paths(spec, layout, device, chosen.variant, workload),
+        "quantities": quantities(spec, layout, device, chosen.variant, workload),
+    }
+
+
+def paths(
+    spec: AttentionSpec, layout: CacheLayout, device: Device, variant: Variant, workload: Workload
+) -> list[dict[str, Any]]:
+    """The ways to do the step (`pagegen.lowering`), cheapest first, by predicted time; none without a known rate."""
+    from pagegen import lowering
+
+    if not device.bandwidth_gb_s > 0:
+        return []
+    return [path.to_dict() for path in lowering.paths(lowering.step_graph(spec, layout, variant, device, workload))]
+
+
+def quantities(
+    spec: AttentionSpec, layout: CacheLayout, device: Device, variant: Variant, workload: Workload
+) -> list[dict[str, Any]]:
+    """The symbolic quantities behind the cost model: each one's name, value over the batch (the mean of those in
+    PER_SEQUENCE) and expression for one sequence."""
+    from pagegen.costs import symbols
+
+    own = symbols.TRITON_EXPRESSIONS if isinstance(variant, TritonVariant) else symbols.CPP_EXPRESSIONS
+    values = {
+        **symbols.bind_spec(spec, layout),
+        **symbols.bind_workload(spec, workload),
+        **symbols.bind_variant(variant),
+        **symbols.bind_device(device),
+    }
+    found = []
+    for name, expression in {**symbols.EXPRESSIONS, **own}.items():
+        value = symbols.evaluate(expression, values)
+        whole = value.shape and name not in PER_SEQUENCE
+        shown = float(value.sum() if whole else value.mean())
+        found.append({"name": name, "value": round(shown), "expression": str(expression)})
+    return found
+
+
+def rejections(spec: AttentionSpec, layout: CacheLayout, device: Device) -> list[dict[str, Any]]:
+    """Every reason for which the search space loses variants, with how many and one of them; most first."""
+    from pagegen_autotune.space import space_around
+
+    from pagegen import targets
+
+    start = targets.default_variant(spec, layout, device.target, decode=True)
+    space = space_around(start, spec, layout, device)
+    space.grid()
+    counts: Counter[str] = Counter(reason for reasons in space.rejected.values() for reason in reasons)
+    example = {reason: name for name, reasons in reversed(space.rejected.items()) for reason in reasons}
+    return [{"reason": reason, "variants": count, "example": example[reason]} for reason, count in counts.most_common()]
+
+
+def _text(model: str, document: dict[str, Any]) -> str:
+    time, layout = document["evidence"].get("time", "unknown"), document["layout"]
+    us, roofline_us, share = document["predicted_us"], document["roofline_us"], document["roofline_share"]
+    lines = [
+        f"{model}, block size {layout['block_size']} {layout['order']} on {document['device']} ({document['target']})",
+        f"variant   {document['variant_name']}",
+        f"why       {document['reason']} (distance {document['distance']:.3g})",
+        f"time      {'-' if us is None else f'{us:.1f} us'} ({time})",
+        f"roofline  {'-' if roofline_us is None else f'{roofline_us:.1f} us'}, reached "
+        f"{'-' if share is None else f'{share:.0%}'}",
+        *(f"path      {path['path']}: {path['us']:.1f} us (predicted)" for path in document["paths"]),
+        "",
+        output.table(document["quantities"], {"name": "quantity", "value": "value", "expression": "for one sequence"}),
+    ]
+    if "rejected" in document:
+        columns = {"variants": "variants", "reason": "rejected because", "example": "such as"}
+        lines += ["", output.table(document["rejected"], columns) if document["rejected"] else "no variant is rejected"]
+    return "\n".join(lines)

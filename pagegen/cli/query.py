@@ -1,0 +1,152 @@
+"""`pagegen query`: the best block size for a model under a profile."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pagegen.cli import options, output
+from pagegen.cli.db import plain_failures, url_option
+from pagegen.spec import Profile, Target
+from pagegen.spec.models import find_geometry
+
+if TYPE_CHECKING:
+    from pagegen.db import BlockSizeRow
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
+    """Bytes as a number with a binary unit: 40GiB, 512MiB, 1.5TiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(B|KiB|MiB|GiB|TiB)", str(value), re.ASCII)
+        size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+        if size < 1:
+            self.fail(
+                f"must be a positive number with a unit of {', '.join(_UNITS)}, such as 40GiB, got {value!r}",
+                param,
+                ctx,
+            )
+        return size
+
+
+def profile_of(name: str) -> Profile:
+    """The profile that `--profile` names: a shipped one or a file."""
+    from pagegen_autotune.profiles import load_profile
+
+    try:
+        return load_profile(name)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(str(error), param_hint="--profile") from error
+
+
+@click.command()
+@options.model_options
+@click.option("--profile", "profile_name", required=True, help="A shipped profile's name or a profile file.")
+@options.target_option
+@click.option("--memory", type=SizeType(), help="Memory for the cache (40GiB): how many sequences it admits.")
+@click.option(
+    "--objective", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True,
+    help="Rank by the server's tokens/s, or by what a token waits for (p99).",
+)  # fmt: skip
+@url_option
+@output.json_option
+def command(
+    model: str,
+    layer: str | None,
+    q_dtype: str | None,
+    kv_dtype: str | None,
+    profile_name: str,
+    target: Target | None,
+    memory: int | None,
+    objective: str,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """The best block size for a model under a traffic profile, with what is measured and what is predicted.
+
+    Times are attention's alone, in one layer; tokens/s and admitted sequences count all of the model's attention
+    layers, taken to be alike.
+    """
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    profile = profile_of(profile_name)
+    num_layers = find_geometry(model).attn_layers
+    target = target or Target.current()
+    from pagegen import selection
+
+    with plain_failures():
+        rows = selection.best_block_size(
+            spec, target, profile, db=url, memory_bytes=memory, objective=objective, num_layers=num_layers
+        )
+    document = {
+        "model": model,
+        "profile": profile.name,
+        "target": str(target),
+        "objective": objective,
+        "memory_bytes": memory,
+        "num_layers": num_layers,
+        "best_block_size": rows[0].block_size,
+        "rows": [row.to_dict() for row in rows],
+        "hint": _hint(rows, model, profile_name, target),
+    }
+    output.show(document, as_json, lambda: _text(rows, document))
+
+
+def _hint(rows: list[BlockSizeRow], model: str, profile: str, target: Target) -> str | None:
+    if all(row.kind == "measured" for row in rows):
+        return None
+    command_line = f"pagegen tune --model {model} --profile {profile} --target {target}"
+    if all(row.measured_share + row.scaled_share == 0 for row in rows):
+        return f"nothing was measured: all times are predictions; run {command_line}"
+    if all(row.measured_share + row.scaled_share > 1 - 1e-9 for row in rows):
+        return "memory cuts some batches of the profile: their measured times are scaled by the cost model"
+    return f"some rows rest on the cost model for part of the traffic; run {command_line}"
+
+
+def _text(rows: list[BlockSizeRow], document: dict[str, Any]) -> str:
+    columns = {
+        "block_size": "block", "order": "order", "times": "times", "step_us": "step us", "p50_us": "p50 us",
+        "p99_us": "p99 us", "tokens_per_s": "tokens/s", "waste": "waste %", "metadata_bytes": "metadata B/seq",
+        "admitted_sequences": "sequences",
+    }  # fmt: skip
+    if document["memory_bytes"] is None:
+        del columns["admitted_sequences"]
+    table = output.table([_shown(row) for row in rows], columns)
+    best = rows[0]
+    lines = [
+        f"{document['model']} on {best.device}, profile {document['profile']}, best {document['objective']} first",
+        "",
+        table,
+        "",
+        f"block size {best.block_size} {best.order}: {best.reason}",
+        "step, p50 and p99: attention in one layer; tokens/s: attention in all "
+        f"{document['num_layers']} layers and nothing else",
+    ]
+    return "\n".join([*lines, document["hint"]] if document["hint"] else lines)
+
+
+def _shown(row: BlockSizeRow) -> dict[str, Any]:
+    return {
+        **row.to_dict(),
+        "times": _origin(row),
+        "step_us": f"{row.step_us:.1f}",
+        "p50_us": f"{row.p50_us:.1f}",
+        "p99_us": f"{row.p99_us:.1f}",
+        "tokens_per_s": f"{row.tokens_per_s:.0f}",
+        "waste": f"{100 * row.waste_share:.2f}",
+        "metadata_bytes": f"{row.metadata_bytes:.0f}",
+    }
+
+
+def _origin(row: BlockSizeRow) -> str:
+    """Where a row's times come from, in a few words."""
+    parts = [(row.measured_share, "measured"), (row.scaled_share, "scaled")]
+    told = [f"{share:.0%} {word}" for share, word in parts if share > 0]
+    return row.kind if row.kind == "measured" or not told else ", ".join(told)

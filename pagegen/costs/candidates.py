@@ -1,0 +1,54 @@
+"""A handful of variants for the cost model to choose among where nothing was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pagegen.costs.symbols import next_power_of_two
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonVariant, Variant
+
+TILE_KVS = (32, 64, 128)
+NUM_SPLITS = (1, 2, 4, 8, 16, 32)
+# Values a thread, by the weights of `_warps`: at 116 (64 rows, 32 keys, head dim 128, 4 warps) kernels compile without
+# spills on sm_80, at 128 (64 rows, 128 keys, head dim 64) they spill.
+MAX_VALUES = 120
+
+
+def _page_walk(block_size: int, tile_kv: int) -> str:
+    """The walk with the fewest block-table reads that these sizes allow."""
+    if block_size % tile_kv == 0:
+        return "tile_in_page"
+    return "pages_in_tile" if tile_kv % block_size == 0 else "any"
+
+
+def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, decode: bool) -> tuple[Variant, ...]:
+    """Variants worth a prediction for decode, or for batches with longer queries, smaller ones first; whether each is
+    legal is for `legal` to say. Decode takes no more rows than the group needs, and longer queries no splits."""
+    if target.family == "cpp":
+        return tuple(
+            CppVariant(tile_kv=tile_kv, streams=4, prefetch_tiles=1, split_tokens=split_tokens)
+            for tile_kv in (16, 64)
+            for split_tokens in (512, 2048, 8192)
+        )
+    heads = max(16, next_power_of_two(spec.group))
+    found = []
+    for tile_rows in (heads,) if decode else sorted({max(64, heads), max(128, heads)}):
+        for tile_kv in TILE_KVS:
+            num_warps = _warps(spec, tile_rows, tile_kv)
+            if num_warps is None or tile_rows > 256:
+                continue
+            one = TritonVariant(
+                tile_rows=tile_rows,
+                tile_kv=tile_kv,
+                page_walk=_page_walk(layout.block_size, tile_kv),
+                num_warps=num_warps,
+                num_stages=2,
+            )
+            found += [replace(one, num_splits=n) for n in (NUM_SPLITS if decode else (1,))]
+    return tuple(found)
+
+
+def _warps(spec: AttentionSpec, tile_rows: int, tile_kv: int) -> int | None:
+    """Warps that hold the accumulator, the scores and half of q in registers without spilling; None for too many."""
+    widths = next_power_of_two(spec.v_head_dim) + 1.25 * tile_kv + next_power_of_two(spec.head_dim) / 2
+    return next((warps for warps in (4, 8) if tile_rows * widths / (32 * warps) <= MAX_VALUES), None)

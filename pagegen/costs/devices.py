@@ -1,0 +1,59 @@
+"""The shipped table of devices (`pagegen/spec/devices.csv`): features of GPUs that are not in this machine."""
+
+from __future__ import annotations
+
+import csv
+import functools
+from pathlib import Path
+
+import pagegen.spec
+from pagegen.spec import Device, Target
+
+# What the interpreter computes on is no device: every figure is unknown (0).
+INTERPRETER = Device(name="Triton interpreter", target=Target("interpreter"))
+
+
+@functools.cache
+def shipped_devices() -> tuple[Device, ...]:
+    """Every device of the table, verified rows before partly verified ones, in the table's order."""
+    text = (Path(pagegen.spec.__file__).parent / "devices.csv").read_text(encoding="utf-8")
+    rows = sorted(csv.DictReader(text.splitlines()), key=lambda row: row["verified"] != "yes")
+    return tuple(_device(row) for row in rows)
+
+
+def _device(row: dict[str, str]) -> Device:
+    return Device(
+        name=row["name"],
+        target=Target.parse(row["arch"]),
+        units=int(row["units"] or 0),
+        memory_gib=float(row["memory_gib"] or 0),
+        bandwidth_gb_s=float(row["bandwidth_gb_s"] or 0),
+        matrix_tflops=float(row["matrix_tflops"] or 0),
+        last_level_cache_mib=float(row["last_level_cache_mib"] or 0),
+        shared_memory_kib=float(row["shared_memory_kib"] or 0),
+        registers_per_unit=int(row["registers_per_unit"] or 0),
+        max_threads_per_unit=int(row["max_threads_per_unit"] or 0),
+    )
+
+
+def shipped_device(target: Target | str, *, name: str | None = None) -> Device:
+    """The device that stands for a target that is not in this machine; the one called `name` where the table has it.
+
+    For a GPU arch it is the first verified row of the table, else the first partly verified one: sm_80 is the
+    A100-SXM4-40GB, sm_89 the RTX 4090, sm_90 the H100 80GB HBM3, sm_100 the B200, sm_120 the RTX 5090 (partly),
+    gfx942 the MI300X, gfx950 the MI355X (partly). "cpu" is this machine's CPU. "interpreter" has no rates.
+
+    Raises ValueError for an arch without a row, naming those that have one.
+    """
+    target = Target.parse(target)
+    if target.kind == "cpu":
+        from pagegen.targets import cpu  # a layer up: only the cpu target can describe a CPU
+
+        return cpu.current_device()
+    if target.kind == "interpreter":
+        return INTERPRETER
+    found = [device for device in shipped_devices() if device.target == target]
+    if found:
+        return next((device for device in found if device.name == name), found[0])
+    known = ", ".join(sorted({str(device.target) for device in shipped_devices()}))
+    raise ValueError(f"target must be an arch of the device table ({known}), got {target}")

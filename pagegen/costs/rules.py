@@ -1,0 +1,113 @@
+"""Where a variant may run: symbolic conditions, each with the reason it gives when it does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sympy import Eq, Ge, Le, Mod
+
+from pagegen.costs import symbols as s
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """`condition` must hold wherever `applies`; `reason` is a format string over the symbols' values."""
+
+    name: str
+    applies: Callable[[Variant, Device], bool]
+    condition: Any
+    reason: str
+
+
+def _triton(variant: Variant, device: Device) -> bool:
+    return isinstance(variant, TritonVariant)
+
+
+def _cpp(variant: Variant, device: Device) -> bool:
+    return isinstance(variant, CppVariant)
+
+
+def _walks(page_walk: str) -> Callable[[Variant, Device], bool]:
+    return lambda variant, device: isinstance(variant, TritonVariant) and variant.page_walk == page_walk
+
+
+def _on_known_gpu(variant: Variant, device: Device) -> bool:
+    return isinstance(variant, TritonVariant) and device.target.is_gpu and device.shared_memory_kib > 0
+
+
+RULES = (
+    Rule(
+        name="group_fits_tile",
+        applies=_triton,
+        condition=Ge(s.tile_rows, s.padded_group),
+        reason="tile_rows {tile_rows} is below {padded_group}, the power of two that holds the {group} query heads "
+        "of one KV head",
+    ),
+    Rule(
+        name="tile_in_page",
+        applies=_walks("tile_in_page"),
+        condition=Eq(Mod(s.block_size, s.tile_kv), 0),
+        reason='page_walk "tile_in_page" needs a block_size that is a multiple of tile_kv {tile_kv}, '
+        "got block_size {block_size}",
+    ),
+    Rule(
+        name="pages_in_tile",
+        applies=_walks("pages_in_tile"),
+        condition=Eq(Mod(s.tile_kv, s.block_size), 0),
+        # tile_kv is a power of two, so a block_size that divides it is one too
+        reason='page_walk "pages_in_tile" needs a power-of-two block_size that divides tile_kv {tile_kv}, '
+        "got block_size {block_size}",
+    ),
+    Rule(
+        name="threads",
+        applies=lambda variant, device: isinstance(variant, TritonVariant) and device.target.is_gpu,
+        condition=Le(s.num_warps * s.warp_size, s.max_threads),
+        reason="{num_warps} warps of {warp_size} threads are more than the {max_threads} a program may have",
+    ),
+    Rule(
+        name="shared_memory",
+        applies=_on_known_gpu,
+        condition=Le(s.SHARED_BYTES, s.shared_limit_bytes),
+        reason="about {shared_bytes} bytes of shared memory are more than the device's {shared_limit_bytes}",
+    ),
+    Rule(
+        name="splits_of_whole_tiles",
+        applies=_cpp,
+        condition=Eq(Mod(s.split_tokens, s.tile_kv), 0),
+        reason="split_tokens {split_tokens} is not a multiple of tile_kv {tile_kv}",
+    ),
+    Rule(
+        name="streams_in_tile",
+        applies=_cpp,
+        condition=Eq(Mod(s.tile_kv, s.streams), 0),
+        reason="{streams} streams do not divide tile_kv {tile_kv} evenly",
+    ),
+)
+
+
+def broken_rules(spec: AttentionSpec, layout: CacheLayout, variant: Variant, device: Device) -> list[tuple[str, str]]:
+    """(rule's name, reason) of every rule that the variant breaks on the device."""
+    if variant.family != device.target.family:
+        wanted = device.target.family
+        return [("family", f"a {variant.family} variant does not run on {device.target}, which takes {wanted}")]
+    values = {**s.bind_spec(spec, layout), **s.bind_variant(variant), **s.bind_device(device)}
+    broken = []
+    for rule in RULES:
+        if rule.applies(variant, device) and not bool(s.evaluate(rule.condition, values)):
+            shown = dict(values)
+            if rule.name == "shared_memory":
+                shown["shared_bytes"] = int(s.evaluate(s.SHARED_BYTES, values))
+            broken.append((rule.name, rule.reason.format(**shown)))
+    return broken
+
+
+def legal(spec: AttentionSpec, layout: CacheLayout, variant: Variant, device: Device) -> list[str]:
+    """Why the variant may not run for this spec and layout on this device; empty when it may.
+
+    Shared memory is an estimate and is checked where the device's limit is known (not 0). The search space's own
+    bounds (powers of two, 16 rows and keys at least) hold by the variant's construction.
+    """
+    return [reason for _, reason in broken_rules(spec, layout, variant, device)]

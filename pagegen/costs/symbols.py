@@ -1,0 +1,251 @@
+"""Every quantity that legality and time depend on, as sympy expressions over named symbols.
+
+An expression is for one sequence; `evaluate` takes arrays with one entry a sequence. Bytes are bytes, keys are
+tokens. The search prunes with these, the cost model evaluates them and `explain` prints them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+from sympy import Ge, Le, Max, Min, Piecewise, Sum, ceiling, floor
+from sympy.printing.numpy import NumPyPrinter
+
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant, bytes_per_element
+from pagegen.spec.workload import Workload
+
+
+def _symbols(names: str) -> Any:
+    return sympy.symbols(names, integer=True, nonnegative=True)
+
+
+# workload, one sequence: `context` tokens in the cache, `queries` of this step among them
+context, queries = _symbols("context queries")
+# spec; `window` is larger than any context where the layer has none; the padded dims are powers of two
+num_q_heads, num_kv_heads, group, padded_group = _symbols("num_q_heads num_kv_heads group padded_group")
+head_dim, v_head_dim, padded_head_dim, padded_v_head_dim = _symbols(
+    "head_dim v_head_dim padded_head_dim padded_v_head_dim"
+)
+window, causal = _symbols("window causal")
+query_element_bytes, kv_element_bytes = sympy.symbols("query_element_bytes kv_element_bytes", positive=True)
+kv_token_bytes = _symbols("kv_token_bytes")  # K and V of one token, all heads, scales included
+block_size = _symbols("block_size")
+# variant
+tile_rows, tile_kv, num_splits, num_warps, num_stages = _symbols("tile_rows tile_kv num_splits num_warps num_stages")
+streams, split_tokens = _symbols("streams split_tokens")
+# device
+shared_limit_bytes, warp_size, max_threads = _symbols("shared_limit_bytes warp_size max_threads")
+is_amd, has_wgmma = _symbols("is_amd has_wgmma")  # 0 or 1
+
+
+# intermediate quantities, defined below in DEFINITIONS
+pairs, mean_keys, query_tiles, tile_pairs = _symbols("pairs mean_keys query_tiles tile_pairs")
+
+
+def _capped_sum(first: Any, last: Any, cap: Any) -> Any:
+    """The sum of min(k, cap) for k in first+1 .. last, in closed form."""
+
+    def up_to(x: Any) -> Any:
+        y = Min(x, cap)
+        return y * (y + 1) / 2 + (x - y) * cap
+
+    return up_to(last) - up_to(first)
+
+
+# --- what any implementation must do -------------------------------------------------------------------
+# Keys that at least one query sees: all of them, or the window of the first query up to the last key.
+KV_TOKENS = Min(queries, 1) * Min(context, window + queries - 1)
+KV_BYTES = KV_TOKENS * kv_token_bytes
+QUERY_BYTES = queries * num_q_heads * (head_dim + v_head_dim) * query_element_bytes  # q read, out written
+# (query, key) pairs that the masks allow. Causal: query i of m sees min(context - m + i + 1, window) keys.
+# Not causal: it sees every later key as well, min(context, window + m - 1 - i).
+PAIRS = causal * _capped_sum(Max(context - queries, 0), context, window) + (1 - causal) * _capped_sum(
+    window - 1, window + queries - 1, context
+)
+FLOPS = pairs * num_q_heads * 2 * (head_dim + v_head_dim)  # a multiply and an add for q.k, again for p.v
+
+# --- what the layout costs ------------------------------------------------------------------------------
+BLOCKS = ceiling(context / block_size)
+WASTED_SLOTS = BLOCKS * block_size - context
+# int32: a block-table entry a block, seq_lens and query_start_loc; int64: a slot a new token
+METADATA_BYTES = 4 * BLOCKS + 8 + 8 * queries
+
+# --- the Triton kernel ----------------------------------------------------------------------------------
+# Rows of a tile are (query, head of the group) pairs, so a tile holds floor(tile_rows / group) queries.
+QUERY_TILES = ceiling(queries / floor(tile_rows / group))
+PROGRAMS = query_tiles * num_kv_heads * num_splits
+# A program runs over whole key tiles; with a causal mask a query tile stops at its own last key, pairs/queries on
+# average.
+MEAN_KEYS = pairs / Max(queries, 1)
+TILES_PER_PROGRAM = ceiling(mean_keys / (tile_kv * num_splits))
+EXECUTED_FLOPS = PROGRAMS * tile_rows * TILES_PER_PROGRAM * tile_kv * 2 * (padded_head_dim + padded_v_head_dim)
+# Every split writes an unnormalised float32 row and its log-sum-exp, and the reduce kernel reads them again.
+PARTIAL_BYTES = 2 * 4 * queries * num_q_heads * num_splits * (v_head_dim + 1)
+# Fitted to what Triton 3.7 gave the attention template (33 kernels on seven archs; exact to 0.5 KiB or above): one K
+# and one V tile whatever the stages, a second pair where wgmma or tcgen05 reads tiles of 64 rows or more from shared
+# memory, and one pair a stage past the second on AMD; q and p pass through it on their way to the matrix unit.
+TILE_PAIRS = Piecewise(
+    (Max(1, num_stages - 2), is_amd > 0), (2, (has_wgmma > 0) & Ge(tile_rows, 64) & Ge(num_stages, 2)), (1, True)
+)
+SHARED_BYTES = (
+    tile_pairs * tile_kv * (padded_head_dim + padded_v_head_dim) * kv_element_bytes
+    + tile_rows * (padded_head_dim + tile_kv) * query_element_bytes
+    + 512
+)
+# Stages past the second change nothing on NVIDIA: the load of a tile waits for its block-table entry.
+STAGES_IN_FLIGHT = Min(num_stages, 2)
+
+# --- the C++ kernel -------------------------------------------------------------------------------------
+# A sequence of at most 64 rows divides its keys; one with more divides its rows, down to 32 an item.
+ROWS = queries * group
+FEW_ROWS = Le(ROWS, 64)
+ITEMS = num_kv_heads * Piecewise(
+    (Min(queries, 1) * Max(ceiling(mean_keys / split_tokens), 1), FEW_ROWS), (ceiling(ROWS / 32), True)
+)
+# Keys that one item reads in turn: what the last thread to finish may have left.
+ITEM_KEYS = Piecewise((Min(mean_keys, split_tokens), FEW_ROWS), (mean_keys * 32 / Max(group, 1), True))
+CPU_TILES = num_kv_heads * queries * ceiling(mean_keys / tile_kv)
+CPU_FLOPS = CPU_TILES * tile_kv * group * 2 * (head_dim + v_head_dim)
+
+DEFINITIONS: Mapping[Any, Any] = {
+    pairs: PAIRS,
+    mean_keys: MEAN_KEYS,
+    query_tiles: QUERY_TILES,
+    tile_pairs: TILE_PAIRS,
+}
+_key = sympy.Symbol("k", integer=True, positive=True)
+# What `pairs` means; the closed form above is what is evaluated.
+PAIRS_AS_SUM = causal * Sum(Min(_key, window), (_key, context - queries + 1, context)) + (1 - causal) * Sum(
+    Min(_key, context), (_key, window, window + queries - 1)
+)
+EXPRESSIONS: Mapping[str, Any] = {
+    "kv_tokens": KV_TOKENS,
+    "kv_bytes": KV_BYTES,
+    "query_bytes": QUERY_BYTES,
+    "pairs": PAIRS_AS_SUM,
+    "flops": FLOPS,
+    "blocks": BLOCKS,
+    "wasted_slots": WASTED_SLOTS,
+    "metadata_bytes": METADATA_BYTES,
+}
+TRITON_EXPRESSIONS: Mapping[str, Any] = {
+    "mean_keys": MEAN_KEYS,
+    "query_tiles": QUERY_TILES,
+    "programs": PROGRAMS,
+    "tiles_per_program": TILES_PER_PROGRAM,
+    "executed_flops": EXECUTED_FLOPS,
+    "partial_bytes": PARTIAL_BYTES,
+    "tile_pairs": TILE_PAIRS,
+    "shared_bytes": SHARED_BYTES,
+}
+CPP_EXPRESSIONS: Mapping[str, Any] = {"mean_keys": MEAN_KEYS, "items": ITEMS, "executed_flops": CPU_FLOPS}
+
+
+class _Printer(NumPyPrinter):  # type: ignore[misc]
+    """Prints Min and Max as nested numpy.minimum/maximum, which broadcast; sympy before 1.14 prints amin, which
+    does not."""
+
+    def _nested(self, function: str, args: Any) -> str:
+        text = str(self._print(args[0]))
+        for arg in args[1:]:
+            text = f"{function}({text}, {self._print(arg)})"
+        return text
+
+    def _print_Min(self, expr: Any) -> str:
+        return self._nested("minimum", expr.args)
+
+    def _print_Max(self, expr: Any) -> str:
+        return self._nested("maximum", expr.args)
+
+
+@functools.cache
+def _compiled(expression: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The expression as a numpy function with every definition written out, and its arguments' names."""
+    expression = expression.xreplace({PAIRS_AS_SUM: pairs})
+    while expression.free_symbols & set(DEFINITIONS):
+        expression = expression.xreplace(DEFINITIONS)
+    arguments = sorted(expression.free_symbols, key=lambda s: str(s.name))
+    printer = _Printer({"fully_qualified_modules": False, "inline": True, "allow_unknown_functions": True})
+    function = sympy.lambdify(arguments, expression, modules="numpy", printer=printer)
+    return function, tuple(str(s.name) for s in arguments)
+
+
+def evaluate(expression: Any, values: Mapping[str, Any]) -> NDArray[np.float64]:
+    """The value of an expression, elementwise over the arrays among `values` (one entry a sequence).
+
+    Raises KeyError naming a symbol that `values` lacks.
+    """
+    function, names = _compiled(expression)
+    return np.asarray(function(*(values[name] for name in names)))
+
+
+def total(expression: Any, values: Mapping[str, Any]) -> float:
+    """The sum of an expression over the sequences of the workload bound in `values`."""
+    shape = np.shape(values["context"])
+    return float(np.broadcast_to(evaluate(expression, values), shape).sum())
+
+
+def next_power_of_two(value: int) -> int:
+    """The least power of two that is at least `value`."""
+    return 1 << (value - 1).bit_length()
+
+
+def bind_spec(spec: AttentionSpec, layout: CacheLayout) -> dict[str, Any]:
+    """Values for the symbols of a spec and a layout, but for `window`: see `bind_workload`."""
+    return {
+        "num_q_heads": spec.num_q_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "group": spec.group,
+        "padded_group": next_power_of_two(spec.group),
+        "head_dim": spec.head_dim,
+        "v_head_dim": spec.v_head_dim,
+        # tl.dot needs 16 columns at least
+        "padded_head_dim": max(16, next_power_of_two(spec.head_dim)),
+        "padded_v_head_dim": max(16, next_power_of_two(spec.v_head_dim)),
+        "causal": int(spec.causal),
+        "query_element_bytes": spec.q_dtype.itemsize,
+        "kv_element_bytes": float(bytes_per_element(spec.kv_dtype)),
+        "kv_token_bytes": spec.kv_bytes_per_token,
+        "block_size": layout.block_size,
+    }
+
+
+def bind_variant(variant: Variant) -> dict[str, Any]:
+    """Values for the symbols of a variant."""
+    names: tuple[str, ...]
+    if isinstance(variant, TritonVariant):
+        names = ("tile_rows", "tile_kv", "num_splits", "num_warps", "num_stages")
+    elif isinstance(variant, CppVariant):
+        names = ("tile_kv", "streams", "split_tokens")
+    else:
+        raise TypeError(f"variant must be a TritonVariant or a CppVariant, got {type(variant).__name__}")
+    return {name: getattr(variant, name) for name in names}
+
+
+def bind_device(device: Device) -> dict[str, Any]:
+    """Values for the symbols of a device."""
+    return {
+        "shared_limit_bytes": int(device.shared_memory_kib * 1024),
+        "warp_size": device.target.warp_size,
+        "is_amd": int(device.target.kind == "hip"),
+        # consumer Blackwell (sm_120) has neither wgmma nor tcgen05
+        "has_wgmma": int(device.target.kind == "cuda" and 90 <= device.target.capability < 120),
+        # 1024 threads a program on every CUDA and HIP arch; the table's figure is per multiprocessor
+        "max_threads": min(1024, device.max_threads_per_unit or 1024),
+    }
+
+
+def bind_workload(spec: AttentionSpec, workload: Workload) -> dict[str, Any]:
+    """Values for the symbols of a workload, arrays with one entry a sequence, and for `window`: beyond every key
+    where the layer has none, and never further, so that float64 holds every sum exactly."""
+    beyond = workload.max_context_len + workload.max_query_len + 1
+    return {
+        "context": np.asarray(workload.context_lens, dtype=np.float64),
+        "queries": np.asarray(workload.query_lens, dtype=np.float64),
+        "window": float(min(spec.window or beyond, beyond)),
+    }

@@ -1,0 +1,174 @@
+"""Reading rows back as the values they came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from pagegen.db import codec
+from pagegen.db.schema import devices, environments, kernels, portfolios, profiles, trials, variants, workloads
+from pagegen.spec import (
+    AttentionSpec,
+    CacheLayout,
+    Device,
+    DispatchRule,
+    Measurement,
+    Profile,
+    Status,
+    Target,
+    Variant,
+    Workload,
+)
+
+T = TypeVar("T")
+# What decoding a row raises when the row is not what this version writes.
+UNDECODABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Portfolio:
+    """A stored portfolio: the dispatch rule that tuning one profile on one device left for one kernel."""
+
+    spec: AttentionSpec
+    layout: CacheLayout
+    target: Target
+    code_hash: str
+    device: Device
+    profile: Profile
+    rule: DispatchRule
+    created_at: str
+
+
+@dataclass(frozen=True)
+class Undecodable:
+    """A row that cannot be read: `what` names it ("trial 17")."""
+
+    what: str
+    why: str
+
+
+@dataclass
+class Decoder:
+    """Decodes rows, each shared thing once."""
+
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    def once(self, decode: Callable[[str], T], data: str) -> T:
+        """`decode(data)`, remembered by `data`."""
+        if data not in self.seen:
+            self.seen[data] = decode(data)
+        value: T = self.seen[data]
+        return value
+
+    def trial(self, row: Any) -> Measurement:
+        """The measurement of a row of `TRIALS`. Raises one of UNDECODABLE."""
+        return codec.trial_from(
+            {**row._mapping, "samples_us": json.loads(row.samples_us)},
+            self.once(codec.kernel_from, row.kernel),
+            self.once(codec.device_from, row.device),
+            self.once(codec.environment_from, row.environment),
+            self.once(codec.variant_from, row.variant),
+            self.once(codec.workload_from, row.workload),
+        )
+
+    def portfolio(self, row: Any) -> Portfolio:
+        """The portfolio of a row of `PORTFOLIOS`. Raises one of UNDECODABLE."""
+        spec, layout, target, code_hash = self.once(codec.kernel_from, row.kernel)
+        return Portfolio(
+            spec=spec,
+            layout=layout,
+            target=target,
+            code_hash=code_hash,
+            device=self.once(codec.device_from, row.device),
+            profile=self.once(codec.profile_from, row.profile),
+            rule=codec.rule_from(row.rule),
+            created_at=row.created_at,
+        )
+
+
+TRIALS = (
+    sa.select(
+        trials.c.id, trials.c.digest, trials.c.key, trials.c.regime, trials.c.status, trials.c.median_us,
+        trials.c.samples_us, trials.c.max_error, trials.c.detail, trials.c.created_at,
+        kernels.c.data.label("kernel"), devices.c.data.label("device"), environments.c.data.label("environment"),
+        variants.c.data.label("variant"), workloads.c.data.label("workload"),
+    )
+    .select_from(trials)
+    .join(kernels, trials.c.kernel_id == kernels.c.id)
+    .join(devices, trials.c.device_id == devices.c.id)
+    .join(environments, trials.c.environment_id == environments.c.id)
+    .join(variants, trials.c.variant_id == variants.c.id)
+    .join(workloads, trials.c.workload_id == workloads.c.id)
+    .order_by(trials.c.created_at, trials.c.digest)
+)  # fmt: skip
+PORTFOLIOS = (
+    sa.select(
+        portfolios.c.id, portfolios.c.digest, portfolios.c.rule, portfolios.c.created_at,
+        kernels.c.data.label("kernel"), devices.c.data.label("device"), profiles.c.data.label("profile"),
+    )
+    .select_from(portfolios)
+    .join(kernels, portfolios.c.kernel_id == kernels.c.id)
+    .join(devices, portfolios.c.device_id == devices.c.id)
+    .join(profiles, portfolios.c.profile_id == profiles.c.id)
+    .order_by(portfolios.c.created_at.desc(), portfolios.c.digest)
+)  # fmt: skip
+
+PROFILES = sa.select(profiles.c.id, profiles.c.data).order_by(profiles.c.name, profiles.c.digest)
+
+
+def of_kernel(
+    statement: sa.Select[Any],
+    *,
+    spec: AttentionSpec | None = None,
+    layout: CacheLayout | None = None,
+    target: Target | None = None,
+    code_hash: str | None = None,
+) -> sa.Select[Any]:
+    """The statement narrowed to some kernels; None asks for any."""
+    if spec is not None:
+        statement = statement.where(kernels.c.spec_digest == codec.spec_digest(spec))
+    if layout is not None:
+        statement = statement.where(kernels.c.block_size == layout.block_size, kernels.c.block_order == layout.order)
+    if target is not None:
+        statement = statement.where(kernels.c.target == str(target))
+    if code_hash is not None:
+        statement = statement.where(kernels.c.code_hash == code_hash)
+    return statement
+
+
+def of_trial(
+    statement: sa.Select[Any],
+    *,
+    device: Device | None = None,
+    variant: Variant | None = None,
+    workload: Workload | None = None,
+    status: Status | None = None,
+    regime: str | None = None,
+) -> sa.Select[Any]:
+    """The statement narrowed to some trials; None asks for any."""
+    if device is not None:
+        statement = statement.where(devices.c.identity == codec.device_identity(device))
+    if variant is not None:
+        statement = statement.where(variants.c.digest == codec.variant_row(variant)["digest"])
+    if workload is not None:
+        statement = statement.where(workloads.c.digest == codec.workload_row(workload)["digest"])
+    if status is not None:
+        statement = statement.where(trials.c.status == Status(status).value)
+    if regime is not None:
+        statement = statement.where(trials.c.regime == regime)
+    return statement
+
+
+def decoded(
+    connection: sa.Connection, statement: sa.Select[Any], kind: str, decode: Callable[[Any], T]
+) -> Iterator[T | Undecodable]:
+    """Every row of the statement as a value, or as what is wrong with it. `kind` names rows to people."""
+    for row in connection.execute(statement):
+        try:
+            yield decode(row)
+        except UNDECODABLE as error:
+            yield Undecodable(f"{kind} {row.id}", f"{type(error).__name__}: {error}")

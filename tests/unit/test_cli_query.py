@@ -1,0 +1,301 @@
+"""The commands that ask and look after the database: what they print, and how they fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import click
+import pytest
+from click.testing import CliRunner
+from database_fakes import H100, PROFILE, SM_90, TUNED, cpu_trial, rule, trial
+
+from pagegen import targets
+from pagegen.cli.main import main
+from pagegen.cli.query import SizeType
+from pagegen.db import open_db
+from pagegen.spec import AttentionSpec, CacheLayout, Status
+
+CODE = targets.code_hash(SM_90)
+LLAMA = AttentionSpec.from_model("llama-3.1-8b")
+ANYWHERE = replace(TUNED, page_walk="any")
+
+
+@pytest.fixture(autouse=True)
+def _no_device_of_this_machine(monkeypatch):
+    def absent(target):
+        raise ValueError(f"no {target} here")
+
+    monkeypatch.setattr(targets, "current_device", absent)
+
+
+@pytest.fixture
+def url(tmp_path):
+    """A database that holds one tuned block size of llama-3.1-8b."""
+    layout = CacheLayout(block_size=64)
+    with open_db(tmp_path / "cli.db") as db:
+        db.save_portfolio(spec=LLAMA, layout=layout, device=H100, profile=PROFILE, rule=rule(ANYWHERE), code_hash=CODE)
+        for i, workload in enumerate(PROFILE.workloads):
+            db.record(
+                trial(
+                    spec=LLAMA,
+                    layout=layout,
+                    variant=ANYWHERE,
+                    workload=workload,
+                    samples_us=(40.0 + i,),
+                    code_hash=CODE,
+                )
+            )
+    return str(tmp_path / "cli.db")
+
+
+@pytest.fixture
+def profile(tmp_path):
+    PROFILE.save(tmp_path / "fake.json")
+    return str(tmp_path / "fake.json")
+
+
+def run(*words, code=0):
+    """The command's result; standard output alone in `.stdout`."""
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def document(*words, code=0):
+    return json.loads(run(*words, "--json", code=code).stdout)
+
+
+QUERY = ("query", "--model", "llama-3.1-8b", "--target", "sm_90")
+
+
+def test_query_prints_the_measured_table(url, profile):
+    text = run(*QUERY, "--profile", profile, "--db", url).stdout
+    assert "NVIDIA H100 80GB HBM3, profile fake traffic, best throughput first" in text
+    row = next(line for line in text.splitlines() if line.lstrip().startswith("64"))
+    assert "measured" in row
+    assert "40.2" in row  # 0.75 x 40 + 0.25 x 41
+    assert "tuned on fake traffic" in text
+    assert "run pagegen tune" not in text
+
+
+def test_query_as_json_is_one_document_with_every_figure(url, profile):
+    found = document(*QUERY, "--profile", profile, "--db", url, "--memory", "40GiB", "--objective", "latency")
+    assert (found["best_block_size"], found["memory_bytes"], found["num_layers"]) == (64, 40 * 2**30, 32)
+    (row,) = found["rows"]
+    assert (row["kind"], row["step_us"], row["measured_share"]) == ("measured", 40.25, 1)
+    assert row["admitted_sequences"] > 0
+    assert found["hint"] is None
+
+
+def test_query_marks_predictions_and_says_how_to_measure(tmp_path, profile):
+    missing = tmp_path / "none.db"
+    result = run(*QUERY, "--profile", profile, "--db", missing)
+    assert "predicted" in result.stdout
+    assert "nothing was measured: all times are predictions; run pagegen tune --model llama-3.1-8b" in result.stdout
+    assert "there is no tuning database at" in result.stdout
+    assert not missing.exists()
+
+
+def test_query_says_when_only_a_part_was_measured(url, profile):
+    with open_db(url) as db:
+        layout = CacheLayout(block_size=32)
+        db.record(trial(spec=LLAMA, layout=layout, code_hash=CODE))
+        db.save_portfolio(spec=LLAMA, layout=layout, device=H100, profile=PROFILE, rule=rule(), code_hash=CODE)
+    result = run(*QUERY, "--profile", profile, "--db", url)
+    assert "75% measured" in result.stdout
+    assert "some rows rest on the cost model" in result.stdout
+
+
+def test_query_does_not_call_cut_batches_unmeasured(url, profile):
+    memory = 64 * 4096 * 32 * 40  # forty blocks over all layers: two sequences
+    result = run(*QUERY, "--profile", profile, "--db", url, "--memory", f"{memory}B")
+    assert "scaled" in result.stdout
+    assert "memory cuts some batches" in result.stdout
+    assert "nothing was measured" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("40GiB", 40 * 2**30), ("512MiB", 2**29), ("1.5KiB", 1536), ("7B", 7), ("2TiB", 2**41)]
+)
+def test_sizes_with_binary_units_are_read(text, size):
+    assert SizeType().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["40", "40GB", "40G", "40 GiB", "-1GiB", "0GiB", "0.1B", "GiB", "1e3MiB", "nanGiB", "40gib", "٤GiB", "1_0B"]
+)
+def test_sizes_that_could_mean_something_else_are_refused(text):
+    with pytest.raises(click.BadParameter, match="such as 40GiB"):
+        SizeType().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--memory", "40GB"), "such as 40GiB"),
+        (("--profile", "no-such-profile"), "no-such-profile"),
+        (("--objective", "speed"), "'speed'"),
+        (("--target", "sm_x"), "target must be like"),
+        (("--model", "llama-9000"), "is not in the geometry table"),
+    ],
+)
+def test_bad_usage_of_query_exits_with_2_and_says_what(url, profile, words, said):
+    result = run(*QUERY, "--profile", profile, "--db", url, *words, code=2)
+    assert said in result.output
+
+
+def test_query_fails_in_one_line_where_nothing_is_known_of_the_device(profile, tmp_path):
+    words = ("query", "--model", "llama-3.1-8b", "--target", "sm_61", "--profile", profile, "--db", tmp_path / "x.db")
+    result = run(*words, code=1)
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "must be an arch of the device table" in result.stderr
+
+
+# --- explain --------------------------------------------------------------------------------------------------
+
+EXPLAIN = (
+    "explain",
+    "--model",
+    "llama-3.1-8b",
+    "--block-size",
+    64,
+    "--target",
+    "sm_90",
+    "--batch",
+    3,
+    "--context",
+    1000,
+)
+
+
+def test_explain_tells_variant_reason_time_and_share_of_the_roofline(url):
+    found = document(*EXPLAIN, "--db", url)
+    assert found["variant_name"] == ANYWHERE.name
+    assert found["reason"] == "tuned on fake traffic"
+    assert found["roofline_share"] == pytest.approx(found["roofline_us"] / found["predicted_us"])
+    assert found["evidence"]["time"] == "scaled"
+    values = {q["name"]: q["value"] for q in found["quantities"]}
+    assert values["kv_bytes"] == 3 * 1000 * 4096
+    assert values["flops"] == 3 * 1000 * 32 * 512
+    assert values["wasted_slots"] == 3 * 24
+    text = run(*EXPLAIN, "--db", url).stdout
+    assert ANYWHERE.name in text
+    assert "tuned on fake traffic (distance" in text
+    assert "kv_token_bytes" in text
+
+
+def test_explain_without_a_database_tells_the_ladder(tmp_path):
+    text = run(*EXPLAIN, "--db", tmp_path / "none.db").stdout
+    assert "the cost model's choice for NVIDIA H100 80GB HBM3, not measured; there is no tuning database" in text
+    assert "(predicted)" in text
+
+
+def test_explain_lists_what_the_rules_reject(url):
+    found = document(*EXPLAIN, "--db", url, "--rejected")
+    reasons = [r["reason"] for r in found["rejected"]]
+    assert any("tile_in_page" in reason for reason in reasons)
+    assert all(r["variants"] > 0 and r["example"] for r in found["rejected"])
+    counts = [r["variants"] for r in found["rejected"]]
+    assert counts == sorted(counts, reverse=True)
+    assert "rejected because" in run(*EXPLAIN, "--db", url, "--rejected").stdout
+
+
+def test_explain_of_the_interpreter_has_no_roofline(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    words = [w if w != "sm_90" else "interpreter" for w in EXPLAIN]
+    found = document(*words, "--db", tmp_path / "none.db")
+    assert (found["roofline_us"], found["roofline_share"]) == (None, None)
+    assert found["predicted_us"] > 0
+
+
+def test_more_queries_than_context_is_bad_usage(url):
+    assert "--queries must be at most --context" in run(*EXPLAIN, "--queries", 1001, "--db", url, code=2).output
+
+
+# --- db ---------------------------------------------------------------------------------------------------------
+
+
+def test_db_stats_and_trials_show_what_is_there(url):
+    assert document("db", "stats", "--db", url)["trials_by_target"] == {"sm_90": 2}
+    assert "trials by status: ok" in run("db", "stats", "--db", url).stdout
+    found = document("db", "trials", "--db", url)
+    assert found["matching"] == 2
+    assert {t["median_us"] for t in found["trials"]} == {40.0, 41.0}
+    assert "2 of 2 trials" in run("db", "trials", "--db", url).stdout
+
+
+def test_db_trials_filters_and_limits_to_the_newest(url):
+    with open_db(url) as db:
+        db.record(cpu_trial(status=Status.TIMEOUT, samples_us=(), created_at="2027"))
+    assert document("db", "trials", "--db", url, "--limit", 1)["trials"][0]["target"] == "cpu"
+    assert document("db", "trials", "--db", url, "--status", "timeout")["matching"] == 1
+    assert document("db", "trials", "--db", url, "--target", "sm_90", "--block-size", 64)["matching"] == 2
+    assert document("db", "trials", "--db", url, "--model", "qwen2.5-7b")["matching"] == 0
+
+
+def test_db_export_import_and_merge_move_records(url, tmp_path):
+    lines = document("db", "export", tmp_path / "out.jsonl", "--db", url)["records"]
+    assert lines == len((tmp_path / "out.jsonl").read_text().splitlines())
+    other = tmp_path / "other.db"
+    assert document("db", "import", tmp_path / "out.jsonl", "--db", other)["added"] == 4
+    assert "0 records added, 4 there already" in run("db", "merge", url, "--db", other).stdout
+
+
+def test_db_import_names_bad_lines_and_exits_with_1_after_taking_the_good_ones(url, tmp_path):
+    run("db", "export", tmp_path / "out.jsonl", "--db", url)
+    with (tmp_path / "out.jsonl").open("a") as file:
+        file.write("oops\n")
+    other = tmp_path / "other.db"
+    result = run("db", "import", tmp_path / "out.jsonl", "--db", other, "--json", code=1)
+    assert json.loads(result.stdout)["added"] == 4
+    assert "left out: line " in result.stderr
+    assert "1 records of" in result.stderr.splitlines()[-1]
+
+
+def test_db_verify_is_silent_success_or_a_list_and_exit_1(url):
+    assert "is sound" in run("db", "verify", "--db", url).stdout
+    with open_db(url) as db:
+        db.record(trial(samples_us=(5e9,)))
+    result = run("db", "verify", "--db", url, code=1)
+    assert "over an hour" in result.stdout
+    assert "has 1 problems" in result.stderr
+
+
+def test_db_prune_keeps_the_present_code_and_can_rehearse(url):
+    with open_db(url) as db:
+        db.record(trial(code_hash="old"))
+    rehearsed = document("db", "prune", "--target", "sm_90", "--dry-run", "--db", url)
+    assert rehearsed["removed"]["trials"] == 1
+    assert document("db", "trials", "--db", url)["matching"] == 3
+    assert document("db", "prune", "--target", "sm_90", "--db", url)["kept_code_hashes"] == [CODE]
+    assert document("db", "trials", "--db", url)["matching"] == 2
+
+
+LOOKING = (("stats",), ("trials",), ("verify",), ("export", "OUT"), ("prune", "--dry-run", "--target", "sm_90"))
+
+
+@pytest.mark.parametrize("words", LOOKING, ids=lambda w: w[0])
+def test_looking_at_a_database_that_is_not_there_fails_in_one_line_and_makes_nothing(tmp_path, words):
+    words = [str(tmp_path / "out.jsonl") if w == "OUT" else w for w in words]
+    result = run("db", *words, "--db", tmp_path / "none.db", code=1)
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: there is no tuning database at")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("stats",), ("merge", "GARBAGE"), ("import", "GARBAGE")], ids=lambda w: w[0])
+def test_garbage_fails_with_the_file_and_no_traceback(tmp_path, words):
+    garbage = tmp_path / "garbage.db"
+    garbage.write_bytes(b"\x00\xff garbage\n" * 99)
+    words = [str(garbage) if w == "GARBAGE" else w for w in words]
+    at = garbage if words == ["stats"] else tmp_path / "own.db"
+    result = run("db", *words, "--db", at, code=1)
+    assert "garbage.db" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_exporting_into_a_folder_that_is_not_there_fails_in_one_line(url, tmp_path):
+    result = run("db", "export", tmp_path / "no" / "out.jsonl", "--db", url, code=1)
+    assert "No such file or directory" in result.stderr

@@ -16,4 +16,6 @@ def data(name: str) -> Path:
     for folder in (packaged, checkout):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"pagegen's {name} folder is neither at {packaged} nor at {checkout}: reinstall pagegen-attention")
+    raise FileNotFoundError(
+        f"pagegen's {name} folder is neither at {packaged} nor at {checkout}: reinstall pagegen-attention"
+    )

@@ -84,10 +84,8 @@ def _named(name: str, target: Target) -> Variant:
 
 
 def _chosen(spec: AttentionSpec, layout: CacheLayout, target: Target, ragged: bool, db_url: str | None) -> Variant:
-    from pagegen.db import open_db
     from pagegen.selection import rule_for
 
-    database = open_db(db_url) if db_url else None
-    rule = rule_for(spec, layout, target, database)
+    rule = rule_for(spec, layout, target, db_url)
     # a batch of the middle: 32 sequences of 4096 tokens
     return rule.choose(32, 512 if ragged else 1, 4096)

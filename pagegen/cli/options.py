@@ -55,9 +55,7 @@ def layout_options(command: Command) -> Command:
 
 def target_option(command: Command) -> Command:
     """`--target`, by default this machine's."""
-    return click.option("--target", type=TargetType(), help="sm_90, gfx942, cpu; this machine by default.")(
-        command
-    )
+    return click.option("--target", type=TargetType(), help="sm_90, gfx942, cpu; this machine by default.")(command)
 
 
 def layout_of(block_size: int, order: str) -> CacheLayout:

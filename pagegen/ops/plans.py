@@ -64,7 +64,7 @@ def plan_for(spec: AttentionSpec, layout: CacheLayout, target: Target) -> Plan:
     return make_plan(spec, layout, target, None)
 
 
-def make_plan(spec: AttentionSpec, layout: CacheLayout, target: Target, db: Database | None) -> Plan:
+def make_plan(spec: AttentionSpec, layout: CacheLayout, target: Target, db: Database | str | None) -> Plan:
     """A plan from `db` (None: the default database)."""
     from pagegen import targets
 
@@ -75,7 +75,6 @@ def make_plan(spec: AttentionSpec, layout: CacheLayout, target: Target, db: Data
     from pagegen import selection
 
     rule = selection.rule_for(spec, layout, target, db)
-    log.info("attention on %s, block size %d: %s", target, layout.block_size, rule.reason)
     return Plan(spec, layout, target, rule, None)
 
 
@@ -132,11 +131,6 @@ def prepare(
     from pagegen import targets
 
     where = Target.current() if target is None else Target.parse(target)
-    if isinstance(db, str):
-        from pagegen.db import open_db
-
-        with open_db(db) as opened:
-            return prepare(spec, layout, where, opened)
     layout = canonical(layout, spec.num_kv_heads)
     plan = make_plan(spec, layout, where, db)
     for variant in plan.rule.variants if plan.rule else ():

@@ -13,9 +13,7 @@ def current_device(target: Target) -> Device:
     if here != target:
         raise ValueError(f"target must be the GPU of this machine ({here}), got {target}")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    from pagegen.costs import shipped_device
-
-    table = shipped_device(target, name=properties.name)
+    table = _table_row(target, properties.name)
     return Device(
         name=properties.name,
         target=target,
@@ -29,3 +27,13 @@ def current_device(target: Target) -> Device:
         registers_per_unit=getattr(properties, "regs_per_multiprocessor", 0) or table.registers_per_unit,
         max_threads_per_unit=getattr(properties, "max_threads_per_multi_processor", 0) or table.max_threads_per_unit,
     )
+
+
+def _table_row(target: Target, name: str) -> Device:
+    """The shipped facts of this product, or of its architecture; rates of 0 (unknown) for one that has no row."""
+    from pagegen.costs import shipped_device
+
+    try:
+        return shipped_device(target, name=name)
+    except ValueError:
+        return Device(name=name, target=target)

@@ -43,9 +43,7 @@ def _launcher(launch: Callable[..., None]) -> Callable[[AttentionCall], None]:
     return lambda call: launch(*operands(call))
 
 
-def load_attention(
-    spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, target: Target
-) -> AttentionKernel:
+def load_attention(spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, target: Target) -> AttentionKernel:
     """The kernel for a GPU or the interpreter. Raises RuntimeError when the interpreter was not switched on
     before triton was imported, or is on for a GPU target."""
     interpreting = settings.interpreting()
@@ -64,9 +62,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, pairs: Tensor) -> None:
     """Copies blocks. Operands are checked by the operator."""
     if len(pairs):
-        _cache_module(k_cache.shape[3], v_cache.shape[3], k_cache.shape[1]).launch_copy_blocks(
-            k_cache, v_cache, pairs
-        )
+        _cache_module(k_cache.shape[3], v_cache.shape[3], k_cache.shape[1]).launch_copy_blocks(k_cache, v_cache, pairs)
 
 
 @functools.cache

@@ -1,0 +1,111 @@
+"""The load a simulated server is put under: which requests of a trace, arriving when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagegen_autotune.simulation import BLOCK_TOKENS, Server, Simulation
+from pagegen_autotune.trace import Trace
+
+# bounds the work on any trace: 2000 to 18500 requests of the traces shipped here make 39 to 168 thousand steps
+MAX_REQUESTS = 20_000
+# thinning leaves at least so many; the rest of the slowing down is done on the clock
+MIN_REQUESTS = 2_000
+WINDOWS = 10
+# arrivals closer together than a microsecond are one moment
+ONE_MOMENT_S = 1e-6
+_CAPACITY_REQUESTS = 1_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The requests to simulate. `rate_scale` is the factor on the trace's arrival rate (None without times), of which
+    `kept_share` by leaving requests out; `capacity_per_s` is what the server finishes a second when never idle (None
+    where it was not asked for); `rejected` counts requests of the trace larger than the server's memory."""
+
+    trace: Trace
+    rejected: int
+    rate_scale: float | None = None
+    kept_share: float = 1.0
+    capacity_per_s: float | None = None
+
+
+def offered(trace: Trace, server: Server, *, utilisation: float, rate_scale: float | None, seed: int) -> Load:
+    """The load that keeps `server` busy to the share `utilisation` of its capacity, or at `rate_scale` if given.
+
+    Slower than the trace: requests are drawn at random, as one of several servers behind a random balancer sees them,
+    down to MIN_REQUESTS; the rest, and a load faster than the trace, is done on the clock. Of more than MAX_REQUESTS,
+    WINDOWS stretches of neighbouring requests are taken, evenly spread and set end to end. A trace without arrival
+    times, or with all at one moment, is a closed loop: requests are admitted as the server has room.
+    Raises ValueError where no request fits into the server's memory.
+    """
+    fitting = _fitting(trace, server)
+    requests = trace.take(fitting, None if trace.arrival_s is None else trace.arrival_s[fitting])
+    rejected = len(trace) - len(requests)
+    n, times = len(requests), requests.arrival_s
+    if times is None or requests.duration_s < ONE_MOMENT_S:
+        return Load(trace=requests.take(_windows(np.arange(n)), None), rejected=rejected)
+    rng = np.random.default_rng(seed)
+    capacity = None
+    if rate_scale is None:
+        capacity = capacity_per_s(requests, server, rng)
+        rate_scale = utilisation * capacity * requests.duration_s / (n - 1)
+    kept_share = min(1.0, max(rate_scale, MIN_REQUESTS / n))
+    kept = np.flatnonzero(rng.random(n) < kept_share) if kept_share < 1 else np.arange(n)
+    chosen = _windows(kept)
+    arrivals = _end_to_end(times[chosen], spliced=len(chosen) < len(kept)) * (kept_share / rate_scale)
+    return Load(
+        trace=requests.take(chosen, arrivals),
+        rejected=rejected,
+        rate_scale=rate_scale,
+        kept_share=kept_share,
+        capacity_per_s=capacity,
+    )
+
+
+def capacity_per_s(trace: Trace, server: Server, rng: np.random.Generator) -> float:
+    """Requests a second that the server finishes with the queue never empty, requests drawn at random from the trace.
+
+    Measured until the queue runs empty; a request then in flight counts by the share of its outputs it has.
+    """
+    draws = rng.integers(0, len(trace), size=_CAPACITY_REQUESTS + 8 * server.max_num_seqs)
+    simulation = Simulation(trace.take(draws, None), server)
+    for _ in simulation.steps():
+        if not simulation.waiting:
+            break
+    done = len(simulation.finished) + sum(s.generated / max(s.output, 1) for s in simulation.running)
+    return done / simulation.now_s
+
+
+def _fitting(trace: Trace, server: Server) -> npt.NDArray[np.intp]:
+    needed = trace.prompt_tokens + np.maximum(trace.output_tokens - 1, 0)
+    fitting = np.flatnonzero(needed <= server.num_blocks * BLOCK_TOKENS)
+    if len(fitting) == 0:
+        raise ValueError(
+            f"kv_tokens must hold at least the trace's smallest request ({needed.min()} tokens in blocks of "
+            f"{BLOCK_TOKENS}), got {server.kv_tokens}"
+        )
+    return fitting
+
+
+def _windows(requests: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """At most MAX_REQUESTS of these, in WINDOWS stretches of neighbours."""
+    if len(requests) <= MAX_REQUESTS:
+        return requests
+    length = MAX_REQUESTS // WINDOWS
+    starts = np.linspace(0, len(requests) - length, WINDOWS).astype(np.intp)
+    stretches: npt.NDArray[np.intp] = requests[(starts[:, None] + np.arange(length)).ravel()]
+    return stretches
+
+
+def _end_to_end(times: npt.NDArray[np.float64], *, spliced: bool) -> npt.NDArray[np.float64]:
+    """Times from 0 on; between stretches that were not neighbours the mean gap within stretches."""
+    gaps = np.diff(times)
+    if spliced:
+        length = MAX_REQUESTS // WINDOWS
+        seams = np.arange(length - 1, len(gaps), length)
+        gaps[seams] = np.delete(gaps, seams).mean()
+    return np.concatenate([[0.0], np.cumsum(gaps)])

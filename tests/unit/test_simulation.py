@@ -1,0 +1,291 @@
+"""Continuous batching: nothing lost, no limit broken, and the same steps as a simulator that takes them one by one."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pagegen_autotune import load as load_module
+from pagegen_autotune.load import offered
+from pagegen_autotune.simulation import BLOCK_TOKENS, Server, Simulation, Step, cache_tokens
+from pagegen_autotune.trace import Trace
+
+# times that are sums of powers of two are exact, so that two orders of adding them up agree
+EXACT = {"base_s": 2**-6, "prefill_token_s": 2**-13, "context_token_s": 2**-20, "seq_s": 2**-15}
+
+
+def trace(requests, arrivals=None):
+    """A trace of (prompt, output) pairs."""
+    prompts, outputs = zip(*requests, strict=True)
+    return Trace(
+        arrival_s=None if arrivals is None else np.array(arrivals, dtype=np.float64),
+        prompt_tokens=np.array(prompts, dtype=np.int64),
+        output_tokens=np.array(outputs, dtype=np.int64),
+    )
+
+
+@st.composite
+def cases(draw):
+    slots = draw(st.integers(1, 6))
+    blocks = draw(st.integers(1, 12))
+    server = Server(
+        max_num_seqs=slots,
+        max_batch_tokens=slots + draw(st.integers(0, 40)),
+        kv_tokens=blocks * BLOCK_TOKENS + draw(st.integers(0, BLOCK_TOKENS - 1)),
+        **EXACT,
+    )
+    request = st.tuples(st.integers(1, 100), st.integers(0, 120))
+    requests = draw(st.lists(request, min_size=1, max_size=14))
+    ticks = draw(st.none() | st.lists(st.integers(0, 3000), min_size=len(requests), max_size=len(requests)))
+    return trace(requests, None if ticks is None else [tick / 1024 for tick in sorted(ticks)]), server
+
+
+def run(requests, server):
+    simulation = Simulation(requests, server)
+    return simulation, list(simulation.steps())
+
+
+def one_by_one(steps):
+    return [step.at(offset) for step in steps for offset in range(step.count)]
+
+
+def naive(requests, server):
+    """The policy of the module's docstring, one step at a time, with nothing kept but each request's two counters."""
+    arrivals = [0.0] * len(requests) if requests.arrival_s is None else requests.arrival_s.tolist()
+    prompts, outputs = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
+    capacity = server.kv_tokens // 16
+    computed, generated, reserved = {}, {}, {}
+    queue, running, batches, now, arrived = [], [], [], 0.0, 0
+    while True:
+        while arrived < len(arrivals) and arrivals[arrived] <= now:
+            if -(-(prompts[arrived] + max(outputs[arrived] - 1, 0)) // 16) <= capacity:
+                queue.append(arrived)
+                generated[arrived] = 0
+            arrived += 1
+        if not queue and not running:
+            if arrived == len(arrivals):
+                return batches
+            now = arrivals[arrived]
+            continue
+        preempted = False
+        for r in list(running):
+            while r in running and computed[r] % 16 == 0 and reserved[r] == computed[r] // 16:
+                if sum(reserved[x] for x in running) < capacity:
+                    reserved[r] += 1
+                else:
+                    preempted = True
+                    queue.insert(0, running.pop())
+
+        def pending(r):
+            return prompts[r] + generated[r] - computed[r]
+
+        batch = [(r, 1) for r in running if pending(r) == 1]
+        budget = server.max_batch_tokens - len(batch)
+        for r in [r for r in running if pending(r) > 1]:
+            if budget:
+                batch.append((r, min(budget, pending(r))))
+                budget -= batch[-1][1]
+        while queue and not preempted and budget and len(running) < server.max_num_seqs:
+            r = queue[0]
+            need = -(-(prompts[r] + generated[r]) // 16)
+            if sum(reserved[x] for x in running) + need > capacity:
+                break
+            running.append(queue.pop(0))
+            computed[r], reserved[r] = 0, need
+            batch.append((r, min(budget, pending(r))))
+            budget -= batch[-1][1]
+        for r, query in batch:
+            computed[r] += query
+        batches.append((tuple(computed[r] for r, _ in batch), tuple(query for _, query in batch)))
+        now += server.step_s(
+            prefill_tokens=sum(query for _, query in batch if query > 1),
+            context_tokens=sum(computed[r] for r, _ in batch),
+            num_seqs=len(batch),
+        )
+        for r, _ in batch:
+            if pending(r) == 0:
+                generated[r] += 1
+        running = [r for r in running if generated[r] < max(outputs[r], 1)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+@example((trace([(31, 30), (31, 30)]), Server(max_num_seqs=2, kv_tokens=96, **EXACT)))
+def test_steps_are_those_of_a_simulator_that_takes_them_one_by_one(case):
+    requests, server = case
+    _, steps = run(requests, server)
+    assert [(w.context_lens, w.query_lens) for w in one_by_one(steps)] == naive(requests, server)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_every_request_ends_with_all_its_tokens_or_is_rejected(case):
+    requests, server = case
+    simulation, steps = run(requests, server)
+    ended = sorted([sequence.request for sequence in simulation.finished] + simulation.rejected)
+    assert ended == list(range(len(requests)))
+    needed = 0
+    for sequence in simulation.finished:
+        assert sequence.generated == max(sequence.output, 1)
+        assert sequence.computed == cache_tokens(sequence.prompt, sequence.output)
+        needed += sequence.computed
+    assert sum(batch.total_q for batch in one_by_one(steps)) == needed + simulation.recomputed_tokens
+    assert (simulation.recomputed_tokens > 0) <= (simulation.preemptions > 0)
+    for request in simulation.rejected:
+        assert (
+            cache_tokens(requests.prompt_tokens[request], requests.output_tokens[request]) > server.kv_tokens // 16 * 16
+        )
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_no_step_exceeds_memory_token_budget_or_slots(case):
+    requests, server = case
+    simulation = Simulation(requests, server)
+    for step in simulation.steps():
+        for batch in (step.at(0), step.at(step.count - 1)):
+            assert batch.num_seqs <= server.max_num_seqs
+            assert batch.total_q <= server.max_batch_tokens
+            assert sum(-(-n // BLOCK_TOKENS) * BLOCK_TOKENS for n in batch.context_lens) <= server.kv_tokens
+            assert all(1 <= q <= n for q, n in zip(batch.query_lens, batch.context_lens, strict=True))
+        assert simulation.free_blocks >= 0
+        assert all(s.computed <= s.blocks * BLOCK_TOKENS for s in simulation.running)
+        assert simulation.free_blocks + sum(s.blocks for s in simulation.running) == server.num_blocks
+    assert simulation.free_blocks == server.num_blocks and not simulation.waiting
+
+
+def test_simulation_is_deterministic():
+    requests = trace([(50, 30), (90, 3), (5, 100)] * 5, np.arange(15) * 0.01)
+    server = Server(max_num_seqs=4, max_batch_tokens=32, kv_tokens=256)
+    assert run(requests, server)[1] == run(requests, server)[1]
+
+
+def test_one_request_is_prefilled_in_chunks_and_then_decodes():
+    _, steps = run(trace([(10, 3)]), Server(max_num_seqs=1, max_batch_tokens=4))
+    batches = [(w.context_lens[0], w.query_lens[0]) for w in one_by_one(steps)]
+    # the third chunk yields the first output; the third output is never fed back
+    assert batches == [(4, 4), (8, 4), (10, 2), (11, 1), (12, 1)]
+
+
+@pytest.mark.parametrize("outputs", [0, 1])
+def test_request_for_at_most_one_output_ends_with_its_prompt(outputs):
+    _, steps = run(trace([(10, outputs)]), Server())
+    assert one_by_one(steps) == [Step((10,), (10,)).at(0)]
+
+
+def test_decodes_go_on_while_a_prompt_is_prefilled():
+    server = Server(max_num_seqs=2, max_batch_tokens=8, base_s=1.0)
+    _, steps = run(trace([(4, 20), (30, 2)], [0.0, 2.5]), server)
+    mixed = [w.query_lens for w in one_by_one(steps) if w.max_query_len > 1 and w.num_seqs == 2]
+    assert mixed == [(1, 7), (1, 7), (1, 7), (1, 7), (1, 2)]
+
+
+def test_the_last_admitted_is_preempted_and_ends_later():
+    # two requests grow to 3 blocks each, the memory holds 5
+    simulation, steps = run(trace([(16, 33), (16, 33)]), Server(max_num_seqs=2, kv_tokens=80))
+    assert simulation.preemptions == 1
+    assert [sequence.request for sequence in simulation.finished] == [0, 1]
+    # it had prompt and 16 outputs' tokens in the cache when the other needed a third block
+    assert simulation.recomputed_tokens == 32
+    assert (33,) in [w.query_lens for w in one_by_one(steps)]
+
+
+@pytest.mark.parametrize("request_", [(10**6, 5), (5, 10**6)])
+def test_request_larger_than_memory_is_rejected_and_the_rest_goes_on(request_):
+    simulation, _ = run(trace([request_, (40, 2), request_]), Server(kv_tokens=64, max_num_seqs=2))
+    assert simulation.rejected == [0, 2] and len(simulation.finished) == 1
+
+
+def test_millions_of_output_tokens_cost_little_work():
+    simulation, steps = run(trace([(10, 2**24)] * 4), Server(kv_tokens=2**27))
+    assert sum(step.count for step in steps) == 2**24 and len(steps) < 100
+    assert len(simulation.finished) == 4
+
+
+def test_idle_time_between_requests_takes_no_steps():
+    simulation, steps = run(trace([(5, 1), (5, 1)], [0.0, 1e9]), Server())
+    assert len(steps) == 2 and simulation.now_s > 1e9
+
+
+def test_step_time_is_the_stated_sum():
+    server = Server(base_s=1.0, prefill_token_s=0.1, context_token_s=0.01, seq_s=0.001)
+    assert server.step_s(prefill_tokens=20, context_tokens=300, num_seqs=4) == pytest.approx(1 + 2 + 3 + 0.004)
+    simulation, _ = run(trace([(20, 3)]), server)
+    assert simulation.now_s == pytest.approx((1 + 2 + 0.2 + 0.001) + (1 + 0.21 + 0.001) + (1 + 0.22 + 0.001))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("max_batch_tokens", 63),
+        ("kv_tokens", 15),
+        ("base_s", 0.0),
+        ("base_s", math.nan),
+        ("seq_s", -1.0),
+        ("context_token_s", math.inf),
+    ],
+)
+def test_server_names_the_value_it_refuses(field, value):
+    with pytest.raises(ValueError, match=f"{field} must"):
+        Server(**{field: value})
+
+
+def poisson(n, rate, seed=0):
+    generator = np.random.default_rng(seed)
+    arrivals = np.cumsum(generator.exponential(1 / rate, n))
+    return trace(list(zip(generator.integers(1, 2000, n), generator.integers(1, 300, n), strict=True)), arrivals)
+
+
+@pytest.mark.parametrize("rate", [0.01, 1.0, 1000.0])
+def test_load_is_scaled_so_that_the_server_is_neither_idle_nor_overloaded(rate):
+    server = Server(max_num_seqs=16)
+    load = offered(poisson(3000, rate), server, utilisation=0.8, rate_scale=None, seed=0)
+    simulation = Simulation(load.trace, server)
+    queued = [len(simulation.waiting) for _ in simulation.steps()]
+    arrival_rate = (len(load.trace) - 1) / load.trace.duration_s
+    assert arrival_rate == pytest.approx(0.8 * load.capacity_per_s, rel=0.05)
+    assert np.median(queued) < 5
+    # it ends soon after the last arrival: nothing piled up
+    assert simulation.now_s < 1.1 * load.trace.arrival_s[-1]
+
+
+def test_thinning_keeps_the_clock_of_the_trace():
+    load = offered(poisson(10_000, 100), Server(), utilisation=0.8, rate_scale=0.5, seed=1)
+    assert load.kept_share == 0.5 and len(load.trace) == pytest.approx(5000, rel=0.05)
+    assert load.trace.duration_s == pytest.approx(100, rel=0.02)
+    assert load.capacity_per_s is None
+
+
+def test_speeding_up_keeps_every_request_and_the_shape_of_the_arrivals():
+    slow = poisson(500, 1.0)
+    load = offered(slow, Server(), utilisation=0.8, rate_scale=4.0, seed=1)
+    assert np.allclose(np.diff(load.trace.arrival_s) * 4, np.diff(slow.arrival_s))
+
+
+def test_long_trace_is_simulated_in_stretches_from_all_of_it():
+    n = 200_000
+    long = trace([(1 + i % 7, 1) for i in range(n)], np.arange(n) * 0.5)
+    numbered = Trace(arrival_s=long.arrival_s, prompt_tokens=np.arange(1, n + 1), output_tokens=long.output_tokens)
+    load = offered(numbered, Server(), utilisation=0.8, rate_scale=1.0, seed=0)
+    assert len(load.trace) == load_module.MAX_REQUESTS
+    assert load.trace.prompt_tokens[0] == 1 and load.trace.prompt_tokens[-1] == n
+    # the seams do not show: neighbours arrive half a second apart all along
+    assert np.allclose(np.diff(load.trace.arrival_s), 0.5)
+
+
+@pytest.mark.parametrize("arrivals", [None, [7.0, 7.0, 7.0]])
+def test_trace_without_times_or_of_one_moment_is_a_closed_loop(arrivals):
+    load = offered(trace([(5, 5)] * 3, arrivals), Server(), utilisation=0.8, rate_scale=None, seed=0)
+    assert load.trace.arrival_s is None and load.rate_scale is None
+
+
+def test_requests_that_never_fit_are_counted_and_none_that_fits_is_an_error():
+    requests = trace([(100, 5), (10, 5), (10, 60)], [0.0, 1.0, 2.0])
+    load = offered(requests, Server(kv_tokens=64), utilisation=0.8, rate_scale=None, seed=0)
+    assert load.rejected == 2 and load.trace.prompt_tokens.tolist() == [10]
+    with pytest.raises(ValueError, match="kv_tokens must hold .*smallest request \\(18 tokens .*got 16"):
+        offered(
+            trace([(100, 5), (17, 2)]), Server(max_num_seqs=1, kv_tokens=16), utilisation=0.8, rate_scale=None, seed=0
+        )

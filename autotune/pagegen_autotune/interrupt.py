@@ -1,0 +1,47 @@
+"""Ctrl-C and SIGTERM as a flag, so that the work at hand ends at a clean point."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopSignal:
+    """While entered, the first SIGINT or SIGTERM sets `requested`; `check` then raises KeyboardInterrupt. A second
+    one acts as it did before, so that a hang can still be broken. Outside the main thread Python delivers no signals,
+    and nothing is changed."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.getsignal(number)
+                # None: a handler that C code installed and Python cannot put back; SIG_IGN: the caller (nohup) wants it
+                if before not in (None, signal.SIG_IGN):
+                    self._before[number] = before
+                    signal.signal(number, self._request)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt once a stop was requested."""
+        if self.requested:
+            raise KeyboardInterrupt
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)

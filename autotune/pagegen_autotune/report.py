@@ -1,0 +1,125 @@
+"""What a tuning run found, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tabulate import tabulate
+
+from pagegen.spec import CacheLayout, Device, DispatchRule
+from pagegen_autotune.portfolio import Decision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layout: its rule, and the decisions behind it. Step times are microseconds of one layer's attention, the
+    mean over the profile's steps, with the rule and with the default variants."""
+
+    layout: CacheLayout
+    rule: DispatchRule
+    decisions: tuple[Decision, ...]
+
+    @property
+    def step_us(self) -> float:
+        return sum(d.weight * d.chosen_us for d in self.decisions)
+
+    @property
+    def default_step_us(self) -> float:
+        return sum(d.weight * d.default_us for d in self.decisions)
+
+    @property
+    def speedup(self) -> float:
+        """The default variants' step time over the rule's."""
+        return self.default_step_us / self.step_us
+
+    @property
+    def confidence(self) -> str:
+        """How sure the choice is, class by class."""
+        return "; ".join(f"{d.batches}: {d.confidence}" for d in self.decisions)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready fields."""
+        return {
+            "block_size": self.layout.block_size,
+            "order": self.layout.order,
+            "step_us": self.step_us,
+            "default_step_us": self.default_step_us,
+            "speedup": self.speedup,
+            "confidence": self.confidence,
+            "rule": self.rule.to_dict(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of `tune`. `kind` is "measured" or "predicted". `trials` counts this run's trials by status;
+    `resumed` those found in the database. `rejected` counts the candidates refused before timing, by reason.
+    `left_out` says what was not done for want of time or because it failed. `interrupted`: stopped by a signal."""
+
+    kind: str
+    profile: str
+    device: Device
+    rows: tuple[Row, ...]
+    trials: Mapping[str, int] = field(default_factory=dict)
+    resumed: int = 0
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready fields."""
+        return {
+            "kind": self.kind,
+            "profile": self.profile,
+            "target": str(self.device.target),
+            "device": self.device.to_dict(),
+            "block_sizes": [row.to_dict() for row in self.rows],
+            "trials": dict(self.trials),
+            "resumed": self.resumed,
+            "rejected": dict(self.rejected),
+            "left_out": list(self.left_out),
+            "interrupted": self.interrupted,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind} on {self.device.name} ({self.device.target}), profile {self.profile}", ""]
+        lines += [self._table(), ""]
+        lines += [line for row in self.rows for line in _choices(row, several=self._several_orders)]
+        done = ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in self.trials.items() if count)
+        found = f"; {self.resumed} were in the database already" if self.resumed else ""
+        if self.kind == "measured":
+            lines += ["", f"trials: {done or 'none'}{found}"]
+        lines += [f"rejected: {count} variants, {reason}" for reason, count in self.rejected.items()]
+        lines += [f"left out: {what}" for what in self.left_out]
+        stopped = ", stopped before the end" if self.interrupted else ""
+        return "\n".join([*lines, f"{self.seconds:.0f} s{stopped}"])
+
+    @property
+    def _several_orders(self) -> bool:
+        return len({row.layout.order for row in self.rows}) > 1
+
+    def _table(self) -> str:
+        cells = [
+            (r.layout.block_size, r.layout.order, f"{r.step_us:.1f}", f"{r.default_step_us:.1f}", f"{r.speedup:.3f}")
+            for r in self.rows
+        ]
+        return str(tabulate(cells, headers=["block size", "order", "us a layer", "default", "speed-up"]))
+
+
+def _choices(row: Row, *, several: bool) -> list[str]:
+    order = f" {row.layout.order}" if several else ""
+    where = f"block size {row.layout.block_size}{order}"
+    return [f"{where}, {d.batches}: {d.chosen.name} ({d.confidence})" for d in row.decisions]
+
+
+def count_reasons(rejected: Sequence[Mapping[str, tuple[str, ...]]]) -> dict[str, int]:
+    """Candidates by the reason they were refused for (the first, where there are more), most frequent first."""
+    counts: dict[str, int] = {}
+    for found in rejected:
+        for reasons in found.values():
+            counts[reasons[0]] = counts.get(reasons[0], 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -1,0 +1,119 @@
+"""The search space: the values each field of a variant may take, and which points of it are legal."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant
+from pagegen.spec.variant import PAGE_WALKS, PREFETCHES
+
+# Ordered values move one step at a time; the unordered `page_walk` may change to any other.
+AXES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "cpp": {
+        "tile_kv": (32, 64, 128),
+        "streams": (1, 2, 4, 8),
+        "prefetch_tiles": PREFETCHES,
+        "split_tokens": (512, 2048, 8192),
+    },
+    "triton": {
+        "tile_rows": (16, 32, 64, 128),
+        "tile_kv": (16, 32, 64, 128),
+        "page_walk": PAGE_WALKS,
+        "num_splits": (1, 2, 4, 8, 16, 32),
+        "num_warps": (2, 4, 8),
+        "num_stages": (1, 2, 3, 4),
+    },
+}
+Legality = Callable[[Variant], Sequence[str]]
+
+
+def resources(variant: Variant) -> tuple[int, ...]:
+    """What a variant occupies, for tie-breaks: less is better. Threads, then memory in flight, then extra work."""
+    if isinstance(variant, TritonVariant):
+        in_flight = variant.tile_kv * variant.num_stages + variant.tile_rows
+        # the walks in the order of the block-table entries they read: one a tile, one a block, one a key
+        return (variant.num_warps, in_flight, variant.num_splits, PAGE_WALKS.index(variant.page_walk))
+    if isinstance(variant, CppVariant):
+        # a larger split divides fewer sequences, so fewer partial states are kept and merged
+        return (variant.tile_kv * (1 + variant.prefetch_tiles), variant.streams, -variant.split_tokens)
+    raise TypeError(f"variant must be a TritonVariant or a CppVariant, got {type(variant).__name__}")
+
+
+class Space:
+    """The legal variants of one spec and layout on one device, around a start that is always legal.
+
+    `legality` gives the reasons why a variant is not legal (none: it is). `rejected` keeps every point that was
+    asked for and refused, with its reasons, under the variant's name.
+    """
+
+    def __init__(self, start: Variant, legality: Legality) -> None:
+        self.start = start
+        self.axes = AXES[start.family]
+        self.rejected: dict[str, tuple[str, ...]] = {}
+        self._legality = legality
+
+    def grid(self) -> list[Variant]:
+        """Every legal variant, the start first."""
+        names = list(self.axes)
+        points = (dict(zip(names, values, strict=True)) for values in itertools.product(*self.axes.values()))
+        return self._legal([{}, *points])
+
+    def neighbours(self, variant: Variant) -> list[Variant]:
+        """The legal variants one step along one axis away from `variant`, itself left out."""
+        return [v for v in self._legal(self._steps(variant), base=variant) if v != variant]
+
+    def combine(self, base: Variant, moves: Iterable[Variant]) -> list[Variant]:
+        """`base` with each move's changes applied, the earlier move winning where two change one field. The
+        moves are variants that differ from `base`; the result is empty where the combination is not legal."""
+        changes: dict[str, Any] = {}
+        for move in moves:
+            for f in fields(base):
+                value = getattr(move, f.name)
+                if value != getattr(base, f.name):
+                    changes.setdefault(f.name, value)
+        return self._legal([changes], base=base)
+
+    def _steps(self, variant: Variant) -> Iterator[dict[str, Any]]:
+        for name, values in self.axes.items():
+            here = getattr(variant, name)
+            if isinstance(here, str):
+                yield from ({name: value} for value in values if value != here)
+                continue
+            # a default may lie between the axis's values
+            line = sorted({*values, here})
+            at = line.index(here)
+            for value in line[max(at - 1, 0) : at] + line[at + 1 : at + 2]:
+                yield {name: value}
+                if name == "tile_kv" and "page_walk" in self.axes:
+                    # the walk fits the tile to the block: a step that only takes another walk is one step, too
+                    yield from ({name: value, "page_walk": walk} for walk in PAGE_WALKS if walk != variant.page_walk)  # type: ignore[attr-defined]
+
+    def _legal(self, points: Iterable[dict[str, Any]], base: Variant | None = None) -> list[Variant]:
+        base = self.start if base is None else base
+        found: dict[Variant, None] = {}
+        for changes in points:
+            try:
+                variant = replace(base, **changes)
+            except ValueError as error:  # the fields contradict each other: not a variant at all
+                self.rejected[_describe(base, changes)] = (str(error),)
+                continue
+            reasons = () if variant == self.start else tuple(self._legality(variant))
+            if reasons:
+                self.rejected[variant.name] = reasons
+            else:
+                found[variant] = None
+        return list(found)
+
+
+def _describe(base: Variant, changes: dict[str, Any]) -> str:
+    return f"{base.name} with " + ",".join(f"{k}={v}" for k, v in changes.items())
+
+
+def space_around(start: Variant, spec: AttentionSpec, layout: CacheLayout, device: Device) -> Space:
+    """The space that `pagegen.costs.legal` allows on `device`."""
+    from pagegen import costs
+
+    return Space(start, lambda variant: costs.legal(spec, layout, variant, device))

@@ -1,0 +1,267 @@
+"""`tune`: from a spec and a profile to measured trials and a dispatch rule in the database."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from pagegen import settings, targets
+from pagegen.ops.plans import canonical
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant, Workload, check
+from pagegen_autotune.interrupt import StopSignal
+from pagegen_autotune.ledger import Ledger, Store
+from pagegen_autotune.measure import Bench, KernelBench
+from pagegen_autotune.portfolio import Decision, decide, dispatch_rule
+from pagegen_autotune.report import Report, Row, count_reasons
+from pagegen_autotune.search import STRATEGIES
+from pagegen_autotune.session import Cell, Session
+from pagegen_autotune.space import space_around
+
+DEFAULT_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+class TuneError(RuntimeError):
+    """Nothing could be tuned here."""
+
+
+def tune(
+    spec: AttentionSpec,
+    profile: Profile,
+    *,
+    block_sizes: Sequence[int] | None = None,
+    target: str | Target | None = None,
+    db: Store | str | None = None,
+    budget_s: float | None = None,
+    progress: bool = True,
+    orders: Sequence[str] = ("NHD",),
+    strategy: str = "coordinate",
+    bench: Bench | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    seed: int = 0,
+) -> Report:
+    """Finds the variants that serve `spec` best on the batches of `profile`, for each block size and memory order.
+
+    On a target that is here (`cpu`, or this machine's GPU) candidates are checked, then timed; every trial goes to
+    `db` (a Database, path or URL; default: the default database), and trials that are there already are not run
+    again. For a GPU that is not here the cost model ranks and the compiler verifies. Either way the dispatch rule of
+    each layout is left in `db`. `budget_s` bounds the seconds; the default variants are measured whatever it is.
+    Ctrl-C and SIGTERM end the run early: the report then says `interrupted`, and the next run goes on from there.
+    `bench` and `clock` replace what compiles, checks and times, and what tells the time.
+
+    Raises ValueError for a spec that no generated kernel serves, for the interpreter and for bad arguments, TuneError
+    when not even a default variant passes its check or an absent GPU cannot be compiled for, and the database's errors.
+    """
+    where, layouts = _checked_arguments(spec, profile, block_sizes, target, budget_s, orders, strategy)
+    with ExitStack() as stack:
+        store: Store = stack.enter_context(_open(db)) if db is None or isinstance(db, str) else db
+        stop = stack.enter_context(StopSignal())
+        start = clock()
+        here = bench is not None or is_present(where)
+        device = targets.current_device(where) if here else _shipped(where)
+        job = _Job(spec, profile, device, store, layouts, strategy)
+        store.save_profile(profile)
+        if here:
+            used = bench or KernelBench(spec, where, device, profile, seed=seed)
+            facts = _measured(job, used, clock, budget_s, stop, progress, seed)
+        else:
+            facts = _predicted(job, clock, budget_s, stop)
+        return Report(profile=profile.name, device=device, seconds=clock() - start, **facts)
+
+
+def is_present(target: Target) -> bool:
+    """Whether this machine can run kernels for `target`, whatever PAGEGEN_TARGET says."""
+    if target.kind == "cpu":
+        return True
+    if not target.is_gpu or not torch.cuda.is_available():
+        return False
+    try:
+        targets.current_device(target)
+    except ValueError:  # another GPU than the target
+        return False
+    return True
+
+
+class _Job:
+    """What both ways of tuning share: the cells, and how their decisions become stored rules."""
+
+    def __init__(
+        self, spec: AttentionSpec, profile: Profile, device: Device, store: Store, layouts: Sequence[CacheLayout],
+        strategy: str,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.profile = profile
+        self.device = device
+        self.store = store
+        self.strategy = STRATEGIES[strategy]
+        self.code_hash = targets.code_hash(device.target)
+        self.cells = [c for layout in layouts for c in self._cells(layout)]
+        self.layouts = layouts
+
+    def defaults(self, layout: CacheLayout) -> dict[str, Variant]:
+        """The classes of batches, the narrower first, and their default variants. Where a row's result must not depend
+        on what it is batched with, one variant serves all."""
+        target = self.device.target
+        mixed = targets.default_variant(self.spec, layout, target, decode=False)
+        if self.spec.batch_invariant:
+            return {"all": mixed}
+        return {"decode": targets.default_variant(self.spec, layout, target, decode=True), "mixed": mixed}
+
+    def _cells(self, layout: CacheLayout) -> list[Cell]:
+        cells = []
+        for batches, start in self.defaults(layout).items():
+            loads: dict[Workload, float] = {}
+            for workload, weight in self.profile:
+                if batches in ("all", "decode" if workload.is_decode else "mixed"):
+                    loads[workload] = loads.get(workload, 0.0) + weight  # a profile may hold one batch twice
+            # heaviest first: what a short budget leaves out must matter least
+            ordered = sorted(loads.items(), key=lambda load: -load[1] * (load[0].total_context + load[0].total_q))
+            if ordered:
+                space = space_around(start, self.spec, layout, self.device)
+                cells.append(Cell(layout=layout, batches=batches, space=space, loads=tuple(ordered)))
+        return cells
+
+    def row(self, layout: CacheLayout, decisions: Sequence[Decision], kind: str, evidence: dict[str, Any]) -> Row:
+        """The rule of `layout` from its decisions, as a row."""
+        verb = "tuned" if kind == "measured" else "predicted, not measured,"
+        rule = dispatch_rule(
+            decisions, self.defaults(layout), kind=kind, source=f"{verb} on {self.profile.name} for {self.device.name}",
+            evidence={"profile": self.profile.name, "device": self.device.name, **evidence},
+        )  # fmt: skip
+        return Row(layout=layout, rule=rule, decisions=tuple(decisions))
+
+    def save(self, row: Row) -> None:
+        self.store.save_portfolio(
+            spec=self.spec, layout=row.layout, device=self.device, profile=self.profile, rule=row.rule,
+            code_hash=self.code_hash,
+        )  # fmt: skip
+
+    def rejected(self, *others: dict[str, tuple[str, ...]]) -> dict[str, int]:
+        return count_reasons([*(cell.space.rejected for cell in self.cells), *others])
+
+
+def _measured(
+    job: _Job, bench: Bench, clock: Callable[[], float], budget_s: float | None, stop: StopSignal, progress: bool,
+    seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    ledger = Ledger(job.store, job.spec, job.device, job.code_hash, bench)
+    session = Session(
+        job.cells, ledger, bench, job.strategy, clock=clock, budget_s=budget_s, stop=stop, progress=progress, seed=seed
+    )
+
+    def row(layout: CacheLayout) -> Row | None:
+        """None where a class has no measured default: its rule would say nothing."""
+        cells = [c for c in job.cells if c.layout == layout]
+        decisions = [decide(session.evidence(c), c.loads, c.batches) for c in cells]
+        made = [d for d in decisions if d is not None]
+        trials = len(ledger.trials(layout))
+        return job.row(layout, made, "measured", {"trials": trials}) if len(made) == len(cells) else None
+
+    def save(cell: Cell) -> None:
+        found = row(cell.layout)
+        if found is not None:
+            job.save(found)
+
+    interrupted = False
+    try:
+        session.run(save)
+    except KeyboardInterrupt:
+        interrupted = True
+        for layout in job.layouts:
+            save(next(c for c in job.cells if c.layout == layout))
+    rows = tuple(r for r in map(row, job.layouts) if r is not None)
+    if not rows and not interrupted:
+        raise TuneError(f"no default variant ran on {job.device.target}: {'; '.join(session.left_out)}")
+    return {
+        "kind": "measured",
+        "rows": rows,
+        "trials": {status.value: count for status, count in sorted(ledger.added.items(), key=lambda i: -i[1])},
+        "resumed": ledger.resumed,
+        "rejected": job.rejected(),
+        "left_out": tuple(session.left_out),
+        "interrupted": interrupted,
+    }
+
+
+def _predicted(job: _Job, clock: Callable[[], float], budget_s: float | None, stop: StopSignal) -> dict[str, Any]:
+    from pagegen_autotune.offline import Prediction
+
+    target = job.device.target
+    if importlib.util.find_spec("triton") is None:
+        raise TuneError(f"compiling for {target} needs triton: pip install pagegen-attention[triton]")
+    if settings.interpreting():
+        raise TuneError(f"compiling for {target} needs TRITON_INTERPRET unset: interpreting, nothing is compiled")
+    deadline = None if budget_s is None else clock() + budget_s
+    prediction = Prediction(job.spec, job.device, job.strategy)
+    rows: list[Row] = []
+    left_out: list[str] = []
+
+    def may_go_on() -> bool:
+        stop.check()
+        return deadline is None or clock() < deadline
+
+    interrupted = False
+    try:
+        for layout in job.layouts:
+            decisions = [prediction.decide(c, may_go_on) for c in job.cells if c.layout == layout]
+            row = job.row(layout, decisions, "predicted", {})
+            rows.append(row)
+            known = job.store.portfolio(job.spec, layout, target, job.code_hash)
+            if known is not None and known.evidence.get("kind") == "measured":
+                where = f"block size {layout.block_size} {layout.order}"
+                left_out.append(f"{where}: the measured rule in the database stays")
+            else:
+                job.save(row)
+    except KeyboardInterrupt:
+        interrupted = True
+    return {
+        "kind": "predicted",
+        "rows": tuple(rows),
+        "rejected": job.rejected(prediction.rejected),
+        "left_out": tuple(left_out),
+        "interrupted": interrupted,
+    }
+
+
+def _checked_arguments(
+    spec: AttentionSpec, profile: Profile, block_sizes: Sequence[int] | None, target: str | Target | None,
+    budget_s: float | None, orders: Sequence[str], strategy: str,
+) -> tuple[Target, list[CacheLayout]]:  # fmt: skip
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__} {spec!r}")
+    if not isinstance(profile, Profile):
+        raise TypeError(f"profile must be a Profile (see load_profile), got {type(profile).__name__} {profile!r}")
+    if budget_s is not None and not budget_s > 0:
+        raise ValueError(f"budget_s must be positive, got {budget_s!r}")
+    check.one_of("strategy", strategy, STRATEGIES)
+    where = Target.current() if target is None else Target.parse(target)
+    if where.kind == "interpreter":
+        raise ValueError(
+            "target must be one whose times mean something, got interpreter: Triton's interpreter runs thousands of "
+            "times slower than any device. Use cpu, or a GPU such as sm_90 (predicted where it is not here)"
+        )
+    sizes = DEFAULT_BLOCK_SIZES if block_sizes is None else tuple(block_sizes)
+    layouts = [CacheLayout(block_size=check.integer("block_sizes", b), order=o) for o in orders for b in sizes]
+    if not layouts:
+        raise ValueError(f"block_sizes and orders must not be empty, got {sizes} and {tuple(orders)}")
+    reason = targets.unsupported(spec, where)
+    if reason is not None:
+        raise ValueError(f"spec must be one that a generated kernel serves on {where}: {reason}")
+    # orders that are the same bytes (one head, or one token a block) are one layout to the operator
+    return where, list(dict.fromkeys(canonical(layout, spec.num_kv_heads) for layout in layouts))
+
+
+def _open(url: str | None) -> Any:
+    from pagegen.db import open_db
+
+    return open_db(url)
+
+
+def _shipped(target: Target) -> Device:
+    from pagegen import costs
+
+    return costs.shipped_device(target)

@@ -1,0 +1,105 @@
+"""`pagegen tune`: finds the best variants for a model's traffic and keeps them in the database."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import click
+
+from pagegen.cli import options, output
+from pagegen.cli.db import plain_failures, url_option
+from pagegen.cli.query import profile_of
+from pagegen.spec import Target
+
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+class DurationType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
+    """Seconds as 90s, 5m, 1h or 1h30m."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        number = r"(\d+(?:\.\d+)?)"
+        found = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", str(value), re.ASCII)
+        parts = zip(found.groups(), _SECONDS.values(), strict=True) if found else ()
+        seconds = math.fsum(float(count) * unit for count, unit in parts if count)
+        if not 0 < seconds < math.inf:
+            self.fail(f"must be a positive time such as 90s, 5m or 1h30m, got {value!r}", param, ctx)
+        return seconds
+
+
+class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
+    """Block sizes by commas: 16,32,64."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(re.fullmatch(r"[1-9]\d{0,5}", part, re.ASCII) for part in parts):
+            self.fail(f"must be positive whole numbers by commas, such as 16,32,64, got {value!r}", param, ctx)
+        return tuple(dict.fromkeys(map(int, parts)))
+
+
+@click.command()
+@options.model_options
+@click.option("--profile", "profile_name", required=True, help="A shipped profile's name or a profile file.")
+@options.target_option
+@click.option("--block-sizes", type=SizesType(), default="16,32,64,128", show_default=True, help="By commas.")
+@click.option(
+    "--order", "orders", type=click.Choice(["NHD", "HND"]), multiple=True, default=["NHD"], show_default=True,
+    help="Memory order inside a block; may be given twice.",
+)  # fmt: skip
+@click.option("--budget", type=DurationType(), help="Time to spend (90s, 5m, 1h); as long as it takes by default.")
+@click.option(
+    "--strategy", type=click.Choice(["coordinate", "exhaustive"]), default="coordinate", show_default=True,
+    help="Search around the default variant, or measure every legal one.",
+)  # fmt: skip
+@url_option
+@output.json_option
+def command(
+    model: str,
+    layer: str | None,
+    q_dtype: str | None,
+    kv_dtype: str | None,
+    profile_name: str,
+    target: Target | None,
+    block_sizes: tuple[int, ...],
+    orders: tuple[str, ...],
+    budget: float | None,
+    strategy: str,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """Finds the variants that serve a model best under a traffic profile.
+
+    Every trial is kept in the database, and a run that was stopped goes on where it stopped. For a GPU that is not in
+    this machine, variants are ranked by the cost model and compiled; the result is marked as predicted.
+    """
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    profile = profile_of(profile_name)
+    with plain_failures():
+        target = target or Target.current()
+    if target.kind == "interpreter":
+        raise click.BadParameter(
+            "the interpreter's times mean nothing: name cpu, or a GPU such as sm_90", param_hint="--target"
+        )
+    from pagegen_autotune.tuner import TuneError, tune
+
+    with plain_failures():
+        try:
+            report = tune(
+                spec, profile, block_sizes=block_sizes, target=target, db=url, budget_s=budget, orders=orders,
+                strategy=strategy,
+            )  # fmt: skip
+        except TuneError as error:
+            raise output.Failure(str(error)) from error
+    output.show({"model": model, **report.to_dict()}, as_json, lambda: str(report))
+    if report.interrupted:
+        raise output.Failure("stopped before the end; run the same command again, and it goes on where it stopped")

@@ -1,0 +1,223 @@
+"""From trials to a decision: who wins, who does not, and what is said about it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from pagegen_autotune.evidence import COMPARE, CONFIRM, PURPOSE, SESSION, Evidence
+from pagegen_autotune.portfolio import best, common_loads, decide, dispatch_rule, leader
+from tuning_fakes import DECODE, DEFAULT, DEVICE, FASTER, LONG, MIXED, SPEC
+
+from pagegen.spec import CacheLayout, CppVariant, Measurement, Status
+
+LOADS = [(DECODE, 0.6), (LONG, 0.2)]
+OTHER = CppVariant(streams=2)
+DEFAULTS = {"decode": DEFAULT, "mixed": DEFAULT}
+
+
+def trial(variant, samples=(), workload=DECODE, session="a", purpose="search", status=Status.OK):
+    return Measurement(
+        spec=SPEC, layout=CacheLayout(block_size=16), target=DEVICE.target, device=DEVICE, variant=variant,
+        workload=workload, status=status, samples_us=tuple(samples),
+        environment={SESSION: session, PURPOSE: purpose},
+    )  # fmt: skip
+
+
+def trials(variant, factor, *, loads=LOADS, purpose="search", session="a", rounds=7, noise=0.0, seed=0):
+    """The variant beside the default on each load, at `factor` of the default's time."""
+    rng = random.Random(seed)
+    found = []
+    for workload, _ in loads:
+        base = [100.0 * (1 + noise * rng.uniform(-1, 1)) for _ in range(rounds)]
+        mine = [100.0 * factor * (1 + noise * rng.uniform(-1, 1)) for _ in range(rounds)]
+        name = f"{session}-{purpose}-{variant.name}"
+        found.append(trial(DEFAULT, base, workload, name, purpose))
+        found.append(trial(variant, mine, workload, name, purpose))
+    return found
+
+
+def decision(found, loads=LOADS):
+    return decide(Evidence(found, DEFAULT), loads, "decode")
+
+
+def confirmed(variant, factor, **options):
+    return trials(variant, factor, **options) + trials(variant, factor, purpose=CONFIRM, rounds=9, **options)
+
+
+def test_a_confirmed_gain_replaces_the_default():
+    made = decision(confirmed(FASTER, 0.9))
+    assert made.chosen == FASTER
+    assert made.speedup == pytest.approx(1 / 0.9)
+    assert "won 9 of 9 fresh rounds" in made.confidence
+
+
+def test_a_tie_keeps_the_default():
+    made = decision(confirmed(FASTER, 1.0, noise=0.05))
+    assert made.chosen == DEFAULT and made.speedup == 1.0
+    assert "the default stays" in made.confidence
+
+
+def test_a_gain_below_the_margin_keeps_the_default():
+    assert decision(confirmed(FASTER, 0.99)).chosen == DEFAULT
+
+
+def test_fresh_samples_that_do_not_confirm_overrule_the_search():
+    found = trials(FASTER, 0.8) + trials(FASTER, 1.0, purpose=CONFIRM, rounds=9)
+    assert decision(found).chosen == DEFAULT
+
+
+def test_no_gain_is_believed_without_fresh_samples():
+    made = decision(trials(FASTER, 0.7))
+    assert made.chosen == DEFAULT
+    assert "takes 0.700 of its time (won 7 of 7 rounds" in made.confidence
+
+
+def test_two_lucky_rounds_are_not_enough():
+    assert decision(trials(FASTER, 0.5) + trials(FASTER, 0.5, purpose=CONFIRM, rounds=2)).chosen == DEFAULT
+
+
+def test_samples_of_different_minutes_are_not_compared():
+    slow_minute = [trial(DEFAULT, [200.0] * 7, w, session="slow") for w, _ in LOADS]
+    fast_minute = [trial(FASTER, [100.0] * 7, w, session="fast") for w, _ in LOADS]
+    made = decision(slow_minute + fast_minute)
+    assert made.chosen == DEFAULT and made.compared == 0
+
+
+def test_a_drift_between_sessions_changes_no_ratio():
+    early = confirmed(FASTER, 0.9)
+    late = [trial(DEFAULT, [300.0] * 7, w, "late") for w, _ in LOADS] + [
+        trial(OTHER, [330.0] * 7, w, "late") for w, _ in LOADS
+    ]
+    made = decision(early + late)
+    assert made.chosen == FASTER and made.speedup == pytest.approx(1 / 0.9)
+
+
+@pytest.mark.parametrize("status", [s for s in Status if s is not Status.OK])
+def test_a_variant_with_any_failed_trial_never_wins(status):
+    assert decision([*confirmed(FASTER, 0.5), trial(FASTER, status=status, workload=MIXED)]).chosen == DEFAULT
+
+
+def test_a_variant_measured_on_part_of_the_workloads_does_not_beat_one_measured_on_all():
+    found = confirmed(OTHER, 0.9) + trials(FASTER, 0.5, loads=LOADS[:1])
+    assert decision(found).chosen == OTHER
+
+
+def test_fresh_samples_on_part_of_the_workloads_do_not_replace_the_default():
+    found = trials(FASTER, 0.5) + trials(FASTER, 0.5, loads=LOADS[:1], purpose=CONFIRM)
+    assert decision(found).chosen == DEFAULT
+
+
+def test_where_nobody_was_measured_on_all_workloads_the_common_ones_name_the_leader():
+    found = [trial(DEFAULT, [100.0], w, "baseline", "baseline") for w, _ in LOADS]
+    found += trials(FASTER, 0.8, loads=LOADS[:1]) + trials(OTHER, 0.9, loads=LOADS[:1])
+    found += trials(CppVariant(streams=1), 0.5, loads=[(MIXED, 1.0)])  # of the layout's other class of batches
+    assert leader(Evidence(found, DEFAULT), LOADS) == FASTER
+    assert "on 1 of 2 workloads" in decision(found).confidence
+
+
+def test_no_decision_before_the_default_was_measured_on_every_workload():
+    assert decision(confirmed(FASTER, 0.8, loads=LOADS[:1])) is None
+    assert common_loads(Evidence([], DEFAULT), LOADS) == []
+
+
+def test_the_sum_over_the_class_decides_not_the_number_of_workloads_won():
+    heavy = trials(FASTER, 1.3, loads=LOADS[:1]) + trials(FASTER, 0.7, loads=LOADS[1:])
+    fresh = trials(FASTER, 1.3, loads=LOADS[:1], purpose=CONFIRM) + trials(
+        FASTER, 0.7, loads=LOADS[1:], purpose=CONFIRM
+    )
+    assert decision(heavy + fresh).chosen == DEFAULT  # 0.6 * 1.3 + 0.2 * 0.7 > 0.8
+
+
+def test_samples_that_lost_their_core_do_not_outweigh_the_round(loads=((DECODE, 0.1), (LONG, 0.1), (MIXED, 0.8))):
+    found = [t for w, weight in loads for t in confirmed(FASTER, 0.9, loads=[(w, weight)], session=str(w.num_seqs))]
+    kept = []
+    for t in found:
+        hit = t.variant == FASTER and t.environment[PURPOSE] == CONFIRM and t.workload != MIXED
+        lost = (
+            [5000.0, *t.samples_us[1:4], 5000.0, *t.samples_us[5:]]
+            if t.workload == DECODE
+            else [*t.samples_us[:6], *[5000.0] * 3]
+        )
+        kept.append(trial(FASTER, lost, t.workload, t.environment[SESSION], CONFIRM) if hit else t)
+    made = decision(kept, loads)
+    assert made.chosen == FASTER and made.speedup == pytest.approx(1 / 0.9)
+
+
+def test_regret_is_the_excess_over_the_best_of_each_workload():
+    split = confirmed(FASTER, 0.5, loads=LOADS[:1]) + confirmed(FASTER, 1.0, loads=LOADS[1:])
+    split += trials(OTHER, 1.0, loads=LOADS[:1]) + trials(OTHER, 0.8, loads=LOADS[1:])
+    made = decision(split)
+    assert made.chosen == FASTER
+    assert made.regret == pytest.approx((0.6 * 50 + 0.2 * 100) / (0.6 * 50 + 0.2 * 80) - 1)
+
+
+def test_ties_among_winners_go_to_fewer_resources_then_to_the_name():
+    lean, rich = CppVariant(prefetch_tiles=0), CppVariant(prefetch_tiles=2)
+    found = confirmed(rich, 0.800) + confirmed(lean, 0.805)
+    assert decision(found).chosen == lean
+    assert decision(list(reversed(found))).chosen == lean
+
+
+def test_what_looks_better_than_the_proven_winner_is_confirmed_next():
+    evidence = Evidence(confirmed(OTHER, 0.85) + trials(FASTER, 0.8), DEFAULT)
+    assert best(evidence, LOADS).variant == OTHER
+    assert leader(evidence, LOADS) == FASTER
+
+
+def test_there_is_no_leader_to_confirm_once_the_best_is_proven():
+    evidence = Evidence(confirmed(OTHER, 0.8) + trials(FASTER, 0.9), DEFAULT)
+    assert leader(evidence, LOADS) is None
+
+
+def test_a_confirmation_cut_short_does_not_count_as_one():
+    evidence = Evidence(trials(FASTER, 0.9) + trials(FASTER, 0.9, purpose=CONFIRM, rounds=2), DEFAULT)
+    assert leader(evidence, LOADS) == FASTER
+
+
+def test_a_round_interrupted_half_way_is_dropped():
+    found = [trial(DEFAULT, [100.0] * 5), trial(FASTER, [50.0] * 6)]
+    assert len(Evidence(found, DEFAULT).pairs(FASTER, DECODE, fresh=False)) == 5
+
+
+def test_the_rule_serves_decode_and_mixed_batches_by_their_own_winners():
+    decode = decide(Evidence(confirmed(FASTER, 0.8), DEFAULT), LOADS, "decode")
+    mixed_loads = [(MIXED, 0.2)]
+    mixed = decide(Evidence(confirmed(OTHER, 0.8, loads=mixed_loads), DEFAULT), mixed_loads, "mixed")
+    rule = dispatch_rule([decode, mixed], DEFAULTS, kind="measured", source="tuned", evidence={"profile": "p"})
+    assert rule.choose(64, 1, 9000) == FASTER
+    assert rule.choose(64, 2, 9000) == OTHER
+    assert rule.evidence["kind"] == "measured" and rule.evidence["decode"]["chosen"] == FASTER.name
+    assert "1.25 times as fast" in rule.reason
+
+
+def test_a_class_the_profile_does_not_hold_keeps_its_default():
+    decode = decide(Evidence(confirmed(FASTER, 0.8), DEFAULT), LOADS, "decode")
+    rule = dispatch_rule([decode], {"decode": DEFAULT, "mixed": OTHER}, kind="measured", source="tuned", evidence={})
+    assert rule.choose(1, 1, 10) == FASTER and rule.choose(1, 5, 10) == OTHER
+    assert "mixed not in the profile" in rule.reason
+
+
+def test_one_variant_for_both_classes_makes_one_clause():
+    decode = decide(Evidence(confirmed(FASTER, 0.8), DEFAULT), LOADS, "decode")
+    rule = dispatch_rule([decode], {"decode": DEFAULT, "mixed": FASTER}, kind="measured", source="tuned", evidence={})
+    assert len(rule.clauses) == 1
+
+
+def test_one_class_for_all_batches_makes_one_clause_whatever_their_queries():
+    made = decide(Evidence(confirmed(FASTER, 0.8), DEFAULT), LOADS, "all")
+    rule = dispatch_rule([made], {"all": DEFAULT}, kind="measured", source="tuned", evidence={})
+    assert rule.choose(1, 1, 10) == rule.choose(4, 100, 10) == FASTER and len(rule.clauses) == 1
+
+
+def test_a_layouts_times_are_those_of_the_rounds_over_all_layouts_and_they_change_no_decision():
+    found = confirmed(FASTER, 0.8)
+    before = decision(found)
+    for workload, _ in LOADS:  # in another minute, twice as slow, and the winner happens to look slower
+        found += [
+            trial(DEFAULT, [200.0] * 7, workload, "late", COMPARE),
+            trial(FASTER, [220.0] * 7, workload, "late", COMPARE),
+        ]
+    after = decision(found)
+    assert (after.chosen, after.speedup, after.confidence) == (before.chosen, before.speedup, before.confidence)
+    assert (before.default_us, after.default_us) == pytest.approx((100.0, 200.0))

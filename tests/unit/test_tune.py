@@ -1,0 +1,585 @@
+"""`tune` as a whole, against a table of times and a real database file."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+
+import pytest
+from pagegen_autotune import Report, tune
+from pagegen_autotune.evidence import COMPARE, PURPOSE, SESSION
+from pagegen_autotune.interrupt import StopSignal
+from pagegen_autotune.measure import Verdict
+from pagegen_autotune.tuner import TuneError
+from tuning_fakes import (
+    DECODE,
+    DEFAULT,
+    DEVICE,
+    FASTER,
+    LONG,
+    MIXED,
+    PROFILE,
+    SPEC,
+    FakeBench,
+    FakeClock,
+    FakeStore,
+    table,
+)
+
+from pagegen import targets
+from pagegen.db import open_db
+from pagegen.spec import CacheLayout, DispatchRule, Profile, Status, Target, TritonVariant, Workload
+from pagegen.targets.errors import CompileError
+
+LAYOUT = CacheLayout(block_size=16)
+CPU = Target("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch):
+    """The CPU target as facts alone, so that nothing is compiled and no device is looked at."""
+    monkeypatch.setattr(targets, "current_device", lambda target: DEVICE)
+    monkeypatch.setattr(targets, "code_hash", lambda target: "hash-1")
+    monkeypatch.setattr(targets, "unsupported", lambda spec, target: None)
+    monkeypatch.setattr(targets, "default_variant", lambda spec, layout, target, *, decode: DEFAULT)
+
+
+@pytest.fixture
+def db(tmp_path):
+    with open_db(str(tmp_path / "tuning.db")) as database:
+        yield database
+
+
+def run(db, bench, **options) -> Report:
+    defaults = {"block_sizes": (16,), "target": "cpu", "progress": False}
+    return tune(SPEC, PROFILE, db=db, bench=bench, **{**defaults, **options})
+
+
+def chosen(report: Report, batches: str = "decode", *, row: int = 0):
+    return next(d.chosen for d in report.rows[row].decisions if d.batches == batches)
+
+
+def saved(db, layout=LAYOUT) -> DispatchRule | None:
+    return db.portfolio(SPEC, layout, CPU, "hash-1")
+
+
+def test_a_faster_variant_wins_and_its_rule_is_in_the_database(db):
+    report = run(db, FakeBench(table(s8=0.8), noise=0.02))
+    assert chosen(report).streams == chosen(report, "mixed").streams == 8
+    assert saved(db).choose(8, 1, 4000) == chosen(report)
+    assert report.rows[0].speedup == pytest.approx(1.25, rel=0.03)
+    assert saved(db).evidence["kind"] == "measured" and saved(db).evidence["profile"] == "fake traffic"
+
+
+def test_a_tie_keeps_the_default(db):
+    report = run(db, FakeBench(table(), noise=0.1))
+    assert chosen(report) == DEFAULT and report.rows[0].speedup == 1.0
+
+
+def test_noise_alone_hardly_ever_dethrones_the_default():
+    wins = 0
+    for seed in range(12):
+        report = run(FakeStore(), FakeBench(table(), noise=0.3, seed=seed), seed=seed)
+        wins += sum(d.chosen != DEFAULT for d in report.rows[0].decisions)
+    assert wins <= 3  # of 24 decisions, each between nine and more equal variants
+
+
+def test_the_winner_is_never_slower_than_the_default_on_the_profile():
+    for seed in range(6):
+        factors = {f"s{n}": 0.7 + 0.1 * ((seed * 7 + n) % 6) for n in (1, 2, 8)}
+        bench = FakeBench(table(**factors), noise=0.1, seed=seed)
+        report = run(FakeStore(), bench, seed=seed)
+        for decision in report.rows[0].decisions:
+            true = factors.get(f"s{decision.chosen.streams}", 1.0)
+            assert true <= 1.0 and decision.chosen_us <= decision.default_us
+
+
+def test_a_machine_that_slows_down_during_the_search_does_not_decide(db):
+    assert chosen(run(db, FakeBench(table(), drift=0.01))) == DEFAULT
+
+
+def test_decode_and_mixed_batches_get_their_own_winners(db):
+    def times(layout, variant, workload):
+        best = 8 if workload.is_decode else 2
+        return 800.0 if variant.streams == best else 1000.0
+
+    rule = run(db, FakeBench(times)).rows[0].rule
+    assert rule.choose(8, 1, 100).streams == 8 and rule.choose(8, 2, 100).streams == 2
+
+
+@pytest.mark.parametrize("status", [s for s in Status if s is not Status.OK])
+def test_a_candidate_that_fails_its_check_never_wins_is_never_timed_and_is_stored(db, status):
+    bench = FakeBench(table(s8=0.1), bad={FASTER: Verdict(status=status, detail="why", max_error=None)})
+    report = run(db, bench)
+    assert FASTER not in {v for _, v, _ in bench.sampled}
+    assert chosen(report) != FASTER
+    stored = db.trials(spec=SPEC, variant=FASTER)
+    assert {t.status for t in stored} == {status} and stored[0].detail == "why" and stored[0].samples_us == ()
+    assert report.trials[status.value] >= 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("boom"), Status.RUNTIME_ERROR),
+        (MemoryError("no"), Status.RESOURCE_LIMIT),
+        (TimeoutError("late"), Status.TIMEOUT),
+        (CompileError("cpu", "v", "late"), Status.COMPILE_ERROR),
+    ],
+)
+def test_a_candidate_that_fails_while_timed_costs_only_itself(db, error, status):
+    report = run(db, FakeBench(table(s8=0.1, s2=0.8), broken={FASTER: error}))
+    assert chosen(report).streams == 2
+    assert {t.status for t in db.trials(spec=SPEC, variant=FASTER)} == {status}
+
+
+def test_every_trial_holds_raw_samples_environment_regime_error_and_code_hash(db):
+    report = run(db, FakeBench(table(s8=0.8)))
+    stored = db.trials(spec=SPEC, variant=chosen(report), status=Status.OK)
+    assert {t.environment[PURPOSE] for t in stored} == {"search", "confirm"}
+    for trial in stored:
+        assert len(trial.samples_us) >= 5 and trial.environment["threads"] == "2"
+        assert (trial.regime, trial.code_hash, trial.max_error) == ("cold", "hash-1", 0.001)
+        assert trial.created_at and trial.layout == LAYOUT and trial.device == DEVICE
+
+
+def test_a_second_run_measures_nothing_and_says_the_same(db):
+    first = run(db, FakeBench(table(s8=0.8, s2=0.9), noise=0.05))
+    again = FakeBench(table(), noise=0.05)
+    second = run(db, again)
+    assert again.sampled == [] and again.checked == []
+    assert second.rows == first.rows and second.resumed == sum(first.trials.values()) > 0
+    assert second.trials == {}
+
+
+def test_a_repeated_run_takes_the_same_steps_whatever_was_measured_since():
+    for seed in range(5):
+        store = FakeStore()
+        first = run(store, FakeBench(table(s8=0.93, s2=0.95), noise=0.1, seed=seed), seed=seed, block_sizes=(16, 32))
+        again = FakeBench(table())
+        assert run(store, again, seed=seed + 1, block_sizes=(16, 32)).rows == first.rows
+        assert again.sampled == []
+
+
+def test_block_sizes_are_compared_in_rounds_over_all_of_them():
+    store, drifting = FakeStore(), FakeBench(lambda layout, v, w: 1000.0 + layout.block_size / 16, drift=0.002)
+    report = run(store, drifting, block_sizes=(16, 32, 64, 128))
+    # the machine became several times slower while the block sizes were tuned one after the other
+    assert [r.step_us for r in report.rows] == sorted(r.step_us for r in report.rows)
+    assert report.rows[-1].step_us < 1.02 * report.rows[0].step_us
+    for workload in PROFILE.workloads:
+        rounds = [t for t in store.recorded if t.environment[PURPOSE] == COMPARE and t.workload == workload]
+        assert len({t.layout for t in rounds}) == 4 and len({t.environment[SESSION] for t in rounds}) == 1
+
+
+def test_one_block_size_alone_is_compared_with_none():
+    store = FakeStore()
+    run(store, FakeBench(table()))
+    assert not [t for t in store.recorded if t.environment[PURPOSE] == COMPARE]
+
+
+def test_a_further_block_size_is_compared_with_the_ones_tuned_before():
+    store = FakeStore()
+    run(store, FakeBench(table()), block_sizes=(16, 32))
+    run(store, FakeBench(table()), block_sizes=(16, 32, 64))
+    rounds = [t for t in store.recorded if t.environment[PURPOSE] == COMPARE]
+    last = {t.layout.block_size for t in rounds if t.environment[SESSION] == rounds[-1].environment[SESSION]}
+    assert last == {16, 32, 64}
+
+
+def test_a_batch_invariant_spec_gets_one_variant_for_all_batches():
+    store = FakeStore()
+    spec = SPEC.replace(batch_invariant=True)
+    bench = FakeBench(lambda layout, v, w: 500.0 if v.streams == (8 if w.is_decode else 2) else 1000.0)
+    report = tune(spec, PROFILE, db=store, bench=bench, block_sizes=(16,), target="cpu", progress=False)
+    assert len(report.rows[0].rule.clauses) == 1
+    assert chosen(report, "all").streams == 8  # decode is four fifths of the steps
+
+
+@pytest.mark.parametrize("change", ["code", "threads", "compiler", "device", "regime"])
+def test_trials_of_other_code_threads_compiler_device_or_regime_are_measured_anew(db, monkeypatch, change):
+    run(db, FakeBench(table(s8=0.8)))
+    again = FakeBench(table())
+    if change == "code":
+        monkeypatch.setattr(targets, "code_hash", lambda target: "hash-2")
+    elif change in ("threads", "compiler"):
+        again.environment = {**again.environment, change: "another"}
+    elif change == "device":
+        monkeypatch.setattr(targets, "current_device", lambda target: type(DEVICE)(name="other", target=CPU, units=2))
+    else:
+        again.regime = "warm"
+    report = run(db, again)
+    assert report.resumed == 0 and len(again.sampled) > 100
+    assert chosen(report) == DEFAULT
+
+
+def test_a_failed_candidate_is_not_tried_again_but_a_failed_default_is(db):
+    wrong = Verdict(status=Status.WRONG_RESULT, detail="bad")
+    run(db, FakeBench(table(), bad={FASTER: wrong}))
+    again = FakeBench(table())
+    run(db, again)
+    assert (LAYOUT, FASTER) not in again.checked
+    with pytest.raises(TuneError, match="no default variant ran on cpu.*no compiler"):
+        run(
+            db,
+            FakeBench(table(), bad={DEFAULT: Verdict(status=Status.COMPILE_ERROR, detail="no compiler")}),
+            block_sizes=(32,),
+        )
+    assert run(db, FakeBench(table()), block_sizes=(32,)).rows
+
+
+def test_a_block_size_whose_default_fails_is_left_out_and_the_others_are_tuned(db):
+    bench = FakeBench(table(s8=0.8))
+    check = bench.check
+    bad = Verdict(status=Status.WRONG_RESULT, detail="off")
+    bench.check = lambda layout, vs: {v: bad for v in vs} if layout.block_size == 8 else check(layout, vs)
+    report = run(db, bench, block_sizes=(8, 16))
+    assert [r.layout.block_size for r in report.rows] == [16]
+    assert any("block size 8" in what and "off" in what for what in report.left_out)
+    assert saved(db, CacheLayout(block_size=8)) is None
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 8, 20, 90, 150, 250])
+def test_ctrl_c_keeps_what_was_measured_and_a_second_run_finishes_the_rest(db, stop_at):
+    times = table(s8=0.8)
+    first = FakeBench(times, stop_at=stop_at)
+    report = run(db, first, block_sizes=(16, 32))
+    stored = db.trials(spec=SPEC)
+    assert report.interrupted and "stopped before the end" in str(report)
+    assert sum(len(t.samples_us) for t in stored) == stop_at
+    assert (saved(db) is not None) == (stop_at > 10)  # as soon as the default has a time on every workload
+    second = FakeBench(times)
+    finished = run(db, second, block_sizes=(16, 32))
+    assert not finished.interrupted
+    assert chosen(finished, row=0).streams == chosen(finished, row=1).streams == 8
+    whole = FakeBench(times)
+    run(FakeStore(), whole, block_sizes=(16, 32))
+    # at most the rounds of one interrupted comparison (four of ten variants) are taken again
+    assert len(second.sampled) <= len(whole.sampled) - stop_at + 40
+
+
+def test_sigterm_ends_at_a_clean_point_and_saves(db):
+    bench = FakeBench(table(s8=0.8))
+    sample = bench.sample
+
+    def interrupted(*args):
+        if len(bench.sampled) == 60:
+            signal.raise_signal(signal.SIGTERM)
+        return sample(*args)
+
+    bench.sample = interrupted
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    report = run(db, bench)
+    assert report.interrupted and len(bench.sampled) == 61  # the sample in progress was finished
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert saved(db) is not None
+
+
+def test_a_compiler_killed_by_ctrl_c_is_not_stored_as_a_failure(db):
+    bench = FakeBench(table())
+    check = bench.check
+
+    def killed(layout, variants):
+        if FASTER in variants:
+            signal.raise_signal(signal.SIGINT)
+            return {v: Verdict(status=Status.COMPILE_ERROR, detail="killed") for v in variants}
+        return check(layout, variants)
+
+    bench.check = killed
+    assert run(db, bench).interrupted
+    assert not [t for t in db.trials(spec=SPEC) if t.status is not Status.OK]
+
+
+def test_a_second_signal_acts_at_once():
+    with StopSignal() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_tuning_in_a_thread_leaves_signals_alone(db):
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(run(db, FakeBench(table()))))
+    thread.start()
+    thread.join()
+    assert reports[0].rows
+
+
+def test_a_tiny_budget_still_measures_the_default_on_every_row(db):
+    clock = FakeClock()
+    report = run(db, FakeBench(table(), clock=clock), clock=clock, budget_s=0.001, block_sizes=(16, 32, 64))
+    assert [r.layout.block_size for r in report.rows] == [16, 32, 64]
+    assert all(d.default_us == pytest.approx(1000.0) and d.chosen == DEFAULT for r in report.rows for d in r.decisions)
+    assert len(report.left_out) == 7 and sum("not compiled" in what for what in report.left_out) == 6
+    measured = {(t.layout, t.workload) for t in db.trials(spec=SPEC)}
+    assert measured == set(itertools.product([r.layout for r in report.rows], PROFILE.workloads))
+
+
+@pytest.mark.parametrize("budget_s", [3.0, 8.0, 16.0])
+def test_the_budget_is_kept_and_what_it_left_out_is_said(db, budget_s):
+    clock = FakeClock()
+    bench = FakeBench(lambda layout, variant, workload: 20_000.0, clock=clock, check_s=1.5)
+    report = run(db, bench, clock=clock, budget_s=budget_s, block_sizes=(16, 32))
+    assert report.left_out and report.seconds == clock.now <= budget_s + 4
+
+
+def test_a_budget_is_spread_over_block_sizes(db):
+    clock = FakeClock()
+    run(db, FakeBench(table(), clock=clock), clock=clock, budget_s=40.0, block_sizes=(16, 32, 64, 128))
+    tried = {t.layout.block_size: 0 for t in db.trials(spec=SPEC)}
+    for trial in db.trials(spec=SPEC):
+        tried[trial.layout.block_size] += trial.variant != DEFAULT
+    assert min(tried.values()) > 0 and max(tried.values()) <= 3 * min(tried.values())
+
+
+def test_within_a_block_size_the_class_that_takes_the_time_gets_the_budget(db):
+    clock = FakeClock()
+    mostly_decode = Profile(name="d", workloads=(DECODE, MIXED), weights=(0.9, 0.1))
+    bench = FakeBench(table(), clock=clock, check_s=0.0)
+    bench._table = lambda layout, variant, workload: 100_000.0
+    tune(
+        SPEC,
+        mostly_decode,
+        db=db,
+        bench=bench,
+        clock=clock,
+        budget_s=6.0,
+        block_sizes=(16,),
+        target="cpu",
+        progress=False,
+    )
+    spent = {w: sum(1 for _, _, load in bench.sampled if load == w) for w in (DECODE, MIXED)}
+    assert spent[DECODE] > 1.5 * spent[MIXED]  # what decode leaves unused passes on
+
+
+def test_a_call_too_slow_for_its_share_is_skipped_and_said(db):
+    clock = FakeClock()
+
+    def times(layout, variant, workload):
+        return 9_000_000.0 if workload == LONG else 1000.0
+
+    report = run(db, FakeBench(times, clock=clock, check_s=0.1), clock=clock, budget_s=60.0)
+    assert any("decode" in what and "of 2 workloads" in what for what in report.left_out)
+    assert report.seconds < 75
+
+
+def test_illegal_candidates_are_counted_by_reason_and_never_compiled(monkeypatch):
+    from pagegen import costs
+
+    monkeypatch.setattr(costs, "legal", lambda spec, layout, v, device: ["eight is too many"] if v.streams == 8 else [])
+    bench = FakeBench(table())
+    report = run(FakeStore(), bench)
+    assert report.rejected == {"eight is too many": 2}  # one neighbour of the default, for decode and for mixed
+    assert all(v.streams != 8 for _, v in bench.checked)
+
+
+def test_exhaustive_measures_the_whole_grid():
+    bench = FakeBench(table(s1=0.8))
+    report = run(FakeStore(), bench, strategy="exhaustive")
+    assert len({v for _, v, _ in bench.sampled}) == 180
+    assert chosen(report).streams == 1
+
+
+def test_a_batch_that_a_profile_holds_twice_weighs_twice_and_is_measured_once():
+    twice = Profile(name="t", workloads=(DECODE, LONG, DECODE), weights=(1.0, 1.0, 2.0))
+    bench = FakeBench(lambda layout, v, w: 1000.0 if w == LONG else 200.0)
+    report = tune(SPEC, twice, db=FakeStore(), bench=bench, block_sizes=(16,), target="cpu", progress=False)
+    assert report.rows[0].step_us == pytest.approx(0.25 * 1000 + 0.75 * 200)
+    once = sum(load == LONG for _, _, load in bench.sampled)
+    assert sum(load == DECODE for _, _, load in bench.sampled) == once
+
+
+def test_a_profile_of_decode_only_leaves_mixed_batches_their_default(db):
+    decode_only = Profile(name="d", workloads=(DECODE,), weights=(1.0,))
+    report = tune(
+        SPEC, decode_only, db=db, bench=FakeBench(table(s8=0.5)), block_sizes=(16,), target="cpu", progress=False
+    )
+    rule = report.rows[0].rule
+    assert rule.choose(2, 1, 500).streams == 8 and rule.choose(2, 9, 500) == DEFAULT
+
+
+def test_both_orders_are_tuned_apart_and_orders_that_are_the_same_bytes_once(db):
+    bench = FakeBench(
+        lambda layout, variant, workload: 700.0 if (layout.order, variant.streams) == ("HND", 8) else 1000.0
+    )
+    report = run(db, bench, orders=("NHD", "HND"))
+    assert [(r.layout.order, chosen(report, row=i).streams) for i, r in enumerate(report.rows)] == [
+        ("NHD", 4),
+        ("HND", 8),
+    ]
+    one_head = SPEC.replace(num_kv_heads=1)
+    same = tune(
+        one_head,
+        PROFILE,
+        db=db,
+        bench=FakeBench(table()),
+        block_sizes=(16,),
+        orders=("NHD", "HND"),
+        target="cpu",
+        progress=False,
+    )
+    assert [r.layout.order for r in same.rows] == ["NHD"]
+
+
+def test_the_report_is_plain_data_and_readable_text(db):
+    import json
+
+    report = run(db, FakeBench(table(s8=0.8), noise=0.01), block_sizes=(16, 32))
+    document = json.loads(json.dumps(report.to_dict()))
+    first = document["block_sizes"][0]
+    assert (first["block_size"], document["kind"], document["target"]) == (16, "measured", "cpu")
+    assert DispatchRule.from_dict(first["rule"]) == report.rows[0].rule
+    assert first["default_step_us"] / first["step_us"] == pytest.approx(first["speedup"])
+    text = str(report)
+    assert "won 9 of 9 fresh rounds" in text and "1.25" in text and "ok" in text
+
+
+def test_the_default_database_is_used_when_none_is_named_and_a_path_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEGEN_DB", str(tmp_path / "default.db"))
+    run(None, FakeBench(table()))
+    run(str(tmp_path / "named.db"), FakeBench(table()))
+    for name in ("default.db", "named.db"):
+        with open_db(str(tmp_path / name)) as database:
+            assert saved(database) is not None
+
+
+def test_progress_goes_to_standard_error_only(db, capsys):
+    run(db, FakeBench(table()), progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == "" and "block size 16" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": "interpreter"}, "target must be one whose times mean something"),
+        ({"block_sizes": ()}, "block_sizes and orders must not be empty"),
+        ({"block_sizes": (0,)}, "block_sizes must be at least 1"),
+        ({"budget_s": 0}, "budget_s must be positive"),
+        ({"budget_s": float("nan")}, "budget_s must be positive"),
+        ({"strategy": "magic"}, "strategy must be one of"),
+        ({"orders": ("DHN",)}, "order must be one of"),
+        ({"target": "tpu"}, "target must be like"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_is_measured(db, change, message):
+    bench = FakeBench(table())
+    with pytest.raises(ValueError, match=message):
+        run(db, bench, **change)
+    assert bench.checked == []
+
+
+def test_a_spec_that_no_kernel_serves_is_refused_with_the_reason(db, monkeypatch):
+    monkeypatch.setattr(targets, "unsupported", lambda spec, target: "int4 caches are computed densely")
+    with pytest.raises(ValueError, match="int4 caches are computed densely"):
+        run(db, FakeBench(table()))
+
+
+def test_spec_and_profile_of_the_wrong_type_are_named(db):
+    with pytest.raises(TypeError, match="profile must be a Profile"):
+        tune(SPEC, "azure", db=db)
+    with pytest.raises(TypeError, match="spec must be an AttentionSpec"):
+        tune("llama", PROFILE, db=db)
+
+
+class TestAbsentGpu:
+    """Tuning for sm_90 where there is none: predictions, checked by the compiler, never stored as trials."""
+
+    @pytest.fixture(autouse=True)
+    def offline(self, monkeypatch):
+        from pagegen import costs
+        from pagegen.targets import offline
+
+        self.compiled = []
+        self.times = lambda variant: 100.0 / variant.num_warps
+        self.spilling, self.refused = set(), set()
+
+        def facts(spec, layout, variant, target, *, decode):
+            self.compiled.append(variant)
+            if variant in self.refused:
+                raise CompileError(str(target), variant.name, "too much")
+            return offline.ResourceFacts(
+                kernel="decode", target=str(target), registers=90, spills=8 * (variant in self.spilling),
+                shared_bytes=4096, num_warps=4, programs_per_unit=4, loop=None,
+            )  # fmt: skip
+
+        start = TritonVariant(page_walk="any")
+        monkeypatch.setattr(targets, "default_variant", lambda spec, layout, target, *, decode: start)
+        monkeypatch.setattr(costs, "predict_us", lambda spec, layout, variant, device, workload: self.times(variant))
+        monkeypatch.setattr(offline, "compile_facts", facts)
+
+    def predict(self, db, **options):
+        return tune(SPEC, PROFILE, db=db, target="sm_90", block_sizes=(16,), progress=False, **options)
+
+    def test_the_predicted_best_that_compiles_is_stored_as_predicted(self, db):
+        report = self.predict(db)
+        rule = db.portfolio(SPEC, LAYOUT, Target("cuda", "sm_90"), "hash-1")
+        assert rule.choose(8, 1, 100).num_warps == 8
+        assert rule.evidence["kind"] == report.kind == "predicted" and "predicted, not measured" in rule.reason
+        assert db.trials(spec=SPEC) == []
+        assert report.rows[0].speedup == pytest.approx(2.0) and report.device.target == Target("cuda", "sm_90")
+
+    def test_variants_that_spill_or_do_not_compile_are_passed_over_and_said(self, db):
+        self.predict(db)
+        first = self.compiled[0]
+        self.spilling.add(first)
+        report = self.predict(db)
+        second = report.rows[0].rule.choose(8, 1, 100)
+        self.refused.add(second)
+        report = self.predict(db)
+        assert report.rows[0].rule.choose(8, 1, 100) not in (first, second)
+        assert any("spills" in reason for reason in report.rejected)
+        assert any("does not compile" in reason for reason in report.rejected)
+
+    def test_when_nothing_compiles_the_default_stays(self, db):
+        self.spilling = type("All", (), {"__contains__": lambda self, v: True})()
+        rule = self.predict(db).rows[0].rule
+        assert rule.variants == (TritonVariant(page_walk="any"),)
+
+    def test_a_predicted_tie_keeps_the_default_and_compiles_nothing(self, db):
+        self.times = lambda variant: 100.0
+        assert self.predict(db).rows[0].speedup == 1.0 and self.compiled == []
+
+    def test_a_prediction_needs_a_process_that_can_compile(self, db, monkeypatch):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        with pytest.raises(TuneError, match="TRITON_INTERPRET unset"):
+            self.predict(db)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(TuneError, match="needs triton"):
+            self.predict(db)
+
+    def test_a_measured_rule_is_not_replaced_by_a_prediction(self, db):
+        target = Target("cuda", "sm_90")
+        self.predict(db)
+        predicted = db.portfolio(SPEC, LAYOUT, target, "hash-1")
+        measured = DispatchRule(clauses=predicted.clauses, reason="measured", evidence={"kind": "measured"})
+        from pagegen import costs
+
+        db.save_portfolio(
+            spec=SPEC,
+            layout=LAYOUT,
+            device=costs.shipped_device(target),
+            profile=PROFILE,
+            rule=measured,
+            code_hash="hash-1",
+        )
+        report = self.predict(db)
+        assert db.portfolio(SPEC, LAYOUT, target, "hash-1").reason == "measured"
+        assert any("measured rule in the database stays" in what for what in report.left_out)
+
+    def test_a_spent_budget_compiles_nothing_and_keeps_the_default(self, db):
+        clock = FakeClock()
+
+        def late():
+            clock.now += 1.0
+            return clock.now
+
+        report = self.predict(db, clock=late, budget_s=0.5)
+        assert self.compiled == [] and report.rows[0].speedup == 1.0
+
+
+def test_a_zero_length_workload_is_tuned_like_any_other(db):
+    empty = Profile(name="idle", workloads=(Workload(context_lens=(0,), query_lens=(0,)), DECODE), weights=(0.5, 0.5))
+    assert tune(SPEC, empty, db=db, bench=FakeBench(table()), block_sizes=(16,), target="cpu", progress=False).rows

@@ -56,4 +56,4 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
 
 
-import pagegen.ops  # noqa: E402  registers torch.ops.pagegen
+import pagegen.ops  # noqa: E402, F401  registers torch.ops.pagegen

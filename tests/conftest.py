@@ -1,0 +1,55 @@
+"""What all tests share: no test touches the user's database or a hub, and what needs a device is skipped without it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# A slow example on a busy machine is no finding.
+hypothesis.settings.register_profile(
+    "pagegen", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.load_profile("pagegen")
+os.environ["HF_HUB_OFFLINE"] = "1"
+for chosen in ("PAGEGEN_TARGET", "PAGEGEN_CHECK", "PAGEGEN_DB"):
+    os.environ.pop(chosen, None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden files anew instead of comparing")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be written anew (`pytest --update-golden`)."""
+    return bool(request.config.getoption("--update-golden"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Compiled kernels are found by their content, so one folder serves every worker and the next run.
+    os.environ.setdefault("PAGEGEN_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
+
+
+@pytest.fixture(autouse=True)
+def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEGEN_DB", str(tmp_path / "tuning.db"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a GPU")
+    no_interpreter = pytest.mark.skip(reason="needs TRITON_INTERPRET=1, and a process of its own")
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(no_gpu)
+        if "interpreter" in item.path.parent.parts and not interpreting:
+            item.add_marker(no_interpreter)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

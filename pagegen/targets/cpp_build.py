@@ -1,0 +1,139 @@
+"""Compiles generated C++ into a shared library, once for a source, a compiler and a CPU.
+
+Libraries lie in `settings.cache_dir()/cpp` under a name that is a hash of all that decides their content, and
+appear there by one atomic rename: processes may build the same one at once, and none sees half a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagegen import settings
+from pagegen.targets.errors import CompileError
+
+# -ffp-contract=off: `x * scale - max` must not be fused, see templates/attention.hpp
+FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-shared", "-fPIC")
+NATIVE = ("-march=native",)
+TIMEOUT_S = 120.0
+INSTALL = "install a C++20 compiler with OpenMP (Debian, Ubuntu: apt-get install g++), or name one in CXX"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A compiler as it is called, and the first line it says about its version."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def find_compiler() -> Compiler:
+    """The compiler that `settings.cxx()` names. Raises CompileError saying what to install."""
+    return _probe(settings.cxx())
+
+
+@functools.lru_cache(maxsize=8)
+def _probe(command_line: str) -> Compiler:
+    command = tuple(shlex.split(command_line))
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    except (OSError, IndexError, subprocess.SubprocessError) as error:
+        raise CompileError("cpu", "any kernel", f"the compiler {command_line!r} does not run: {INSTALL}") from error
+    return Compiler(command, done.stdout.partition("\n")[0])
+
+
+@functools.cache
+def cpu_features() -> tuple[str, ...]:
+    """The instruction-set names that the kernel reports for the first CPU ("avx2"), sorted; () where unknown."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return ()
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+    return tuple(sorted(set(found[1].split()))) if found else ()
+
+
+def build(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> Path:
+    """The shared library for `source`, compiled unless it is there. `name` is for people, in file names and
+    errors; `machine` are the flags that choose the instruction set. Raises CompileError."""
+    compiler = find_compiler()
+    folder = _own_folder(name)
+    library = folder / f"{_key(source, compiler, machine)}.so"
+    if not library.exists():
+        _compile(source, name, compiler, machine, library)
+    return library
+
+
+def load(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> ctypes.CDLL:
+    """Builds and loads. A library that does not load (cut short by a full disk, say) is built anew once."""
+    import torch  # noqa: F401  first, so that the library finds torch's OpenMP and shares its threads
+
+    library = build(source, name, machine=machine)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        library.unlink(missing_ok=True)
+        library = build(source, name, machine=machine)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise CompileError("cpu", name, f"the compiled library does not load: {error}") from error
+
+
+def _key(source: str, compiler: Compiler, machine: tuple[str, ...]) -> str:
+    parts = (source, *compiler.command, compiler.version, *FLAGS, *machine, platform.machine(), *cpu_features())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _own_folder(name: str) -> Path:
+    """The folder of compiled libraries, private to this user: what lies there is executed."""
+    folder = settings.cache_dir() / "cpp"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise CompileError("cpu", name, f"the cache folder cannot be made (set PAGEGEN_CACHE_DIR): {error}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise CompileError("cpu", name, f"{folder} must be writable by you alone, since what lies in it is executed")
+    return folder
+
+
+def _compile(source: str, name: str, compiler: Compiler, machine: tuple[str, ...], library: Path) -> None:
+    work = Path(tempfile.mkdtemp(prefix=".build-", dir=library.parent))
+    try:
+        text, made = work / "kernel.cpp", work / "kernel.so"
+        text.write_text(source, encoding="utf-8")
+        command = [*compiler.command, *FLAGS, *machine, "-o", str(made), str(text)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise CompileError("cpu", name, f"the compiler took more than {TIMEOUT_S:.0f} s") from error
+        if done.returncode != 0:
+            raise CompileError("cpu", name, first_error(done.stderr))
+        with made.open("rb") as written:
+            os.fsync(written.fileno())
+        text.replace(library.with_suffix(".cpp"))  # beside it, for debuggers and curious people
+        made.replace(library)
+    except OSError as error:
+        raise CompileError("cpu", name, f"the library cannot be written (set PAGEGEN_CACHE_DIR): {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def first_error(output: str) -> str:
+    """The first line of a compiler's output that reports an error, less the temporary path before it."""
+    lines = output.splitlines()
+    for line in lines:
+        found = re.search(r"(?:\d+:\d+: )?(?:fatal )?error: .*", line)
+        if found:
+            return found[0]
+    return lines[0] if lines else "the compiler failed and said nothing"

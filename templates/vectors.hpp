@@ -1,0 +1,354 @@
+// Typed vectors for the CPU kernels: W float32 lanes wide, chosen by what the compiler may use.
+//
+//   AVX-512 (F, BW, DQ, VL)   W = 16, with a bf16 dot product where the CPU has one (AVX512_BF16)
+//   AVX2 + FMA + F16C         W = 8
+//   anything else             W = 4, by the compiler's own vector types: no intrinsics, any CPU
+//
+// A "word" is 32 bits of a contraction: one float32, or two neighbouring bf16 values (see `Math`).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define PAGEGEN_AVX512 1
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define PAGEGEN_AVX2 1
+#endif
+#if defined(PAGEGEN_AVX512) || defined(PAGEGEN_AVX2)
+#include <immintrin.h>
+#endif
+
+namespace pagegen {
+namespace {
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+
+#if defined(PAGEGEN_AVX512)
+constexpr int W = 16;             // lanes of a vector
+constexpr int kAccumulators = 24; // of 32 registers, so that operands and broadcasts fit beside them
+constexpr int kPanelRows = 6, kPanelVectors = 4;
+#elif defined(PAGEGEN_AVX2)
+constexpr int W = 8;
+constexpr int kAccumulators = 12; // of 16 registers
+constexpr int kPanelRows = 6, kPanelVectors = 2;
+#else
+constexpr int W = 4;
+constexpr int kAccumulators = 8;
+constexpr int kPanelRows = 4, kPanelVectors = 2;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+// g++ 12 turns a 32-byte memcpy under AVX2 into two 16-byte moves through the stack (8 times slower): load
+// through types that may stand at any address instead.
+typedef float vf_any __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t vi_any __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint16_t vh_any __attribute__((vector_size(2 * W), aligned(2), may_alias));
+
+#define PAGEGEN_INLINE inline __attribute__((always_inline))
+
+PAGEGEN_INLINE vf splat(float x) { return x - vf{}; }
+PAGEGEN_INLINE vi splat(int32_t x) { return x - vi{}; }
+PAGEGEN_INLINE vf as_float(vi x) { return (vf)x; }
+PAGEGEN_INLINE vi as_int(vf x) { return (vi)x; }
+PAGEGEN_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+// the second operand comes back where either is NaN
+PAGEGEN_INLINE vf larger(vf a, vf b) {
+#if defined(PAGEGEN_AVX512)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(PAGEGEN_AVX2)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+PAGEGEN_INLINE vf load(const float* p) { return *(const vf_any*)p; }
+PAGEGEN_INLINE vi load(const int32_t* p) { return *(const vi_any*)p; }
+PAGEGEN_INLINE void store(float* p, vf x) { *(vf_any*)p = x; }
+PAGEGEN_INLINE void store(int32_t* p, vi x) { *(vi_any*)p = x; }
+
+// ---- conversions of W elements --------------------------------------------------------------------------
+
+PAGEGEN_INLINE vf load_float(const float* p) { return load(p); }
+
+#if defined(PAGEGEN_AVX512)
+PAGEGEN_INLINE vf load_float(const bf16* p) {
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+PAGEGEN_INLINE vf load_float(const fp16* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+PAGEGEN_INLINE void store_float(fp16* p, vf x) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+PAGEGEN_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(PAGEGEN_AVX2)
+PAGEGEN_INLINE vf load_float(const bf16* p) {
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+}
+PAGEGEN_INLINE vf load_float(const fp16* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+PAGEGEN_INLINE void store_float(fp16* p, vf x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+}
+PAGEGEN_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#else
+PAGEGEN_INLINE vf load_float(const bf16* p) { return as_float(__builtin_convertvector(*(const vh_any*)p, vi) << 16); }
+PAGEGEN_INLINE vf load_float(const fp16* p) {
+  const vi h = __builtin_convertvector(*(const vh_any*)p, vi);
+  const vi magnitude = (h & 0x7fff) << 13;
+  const vf finite = as_float(magnitude) * 0x1p112f; // moves the exponent's bias from 15 to 127, subnormals too
+  const vf special = as_float(magnitude | 0x7f800000);
+  return as_float(as_int(select(magnitude >= 0x0f800000, special, finite)) | ((h & 0x8000) << 16));
+}
+inline uint16_t half_bits(float x) { // to nearest even
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  const uint16_t sign = (u >> 16) & 0x8000;
+  u &= 0x7fffffff;
+  if (u > 0x7f800000) return sign | 0x7e00;
+  if (u >= 0x477ff000) return sign | 0x7c00; // 65520 and above round to infinity
+  if (u < 0x38800000) {                      // below 2^-14: subnormal, in steps of 2^-24
+    float magnitude;
+    std::memcpy(&magnitude, &u, 4);
+    return sign | (uint16_t)std::nearbyint(magnitude * 0x1p24f);
+  }
+  return sign | (uint16_t)((u - 0x38000000 + 0xfff + ((u >> 13) & 1)) >> 13);
+}
+PAGEGEN_INLINE void store_float(fp16* p, vf x) {
+  for (int i = 0; i < W; i++) p[i].bits = half_bits(x[i]);
+}
+PAGEGEN_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
+#endif
+
+PAGEGEN_INLINE void store_float(float* p, vf x) { store(p, x); }
+PAGEGEN_INLINE void store_float(bf16* p, vf x) { // to nearest even; NaN stays NaN
+#if defined(PAGEGEN_AVX512) && defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+  typedef uint32_t vu __attribute__((vector_size(4 * W)));
+  const vu u = (vu)x;
+  const vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  const vi bits = x == x ? (vi)rounded : splat((int32_t)0x7fc0);
+  *(vh_any*)p = __builtin_convertvector(bits, vh_any);
+#endif
+}
+
+// the first N elements (N <= W) as float32, the other lanes 0; nothing past them is touched
+template <int N, class T> PAGEGEN_INLINE vf load_float_n(const T* p) {
+  if constexpr (N == W) {
+    return load_float(p);
+  } else {
+    alignas(64) T whole[W] = {};
+    std::memcpy(whole, p, N * sizeof(T));
+    return load_float(whole);
+  }
+}
+
+// ---- across lanes ---------------------------------------------------------------------------------------
+
+#if defined(PAGEGEN_AVX512)
+PAGEGEN_INLINE float sum_lanes(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+PAGEGEN_INLINE float max_lanes(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+
+// lane i of the result: the sum of the lanes of a[i]
+PAGEGEN_INLINE vf sum_each(const vf* a) {
+  const auto pairs = [](vf x, vf y) {
+    return _mm512_add_ps(_mm512_unpacklo_ps((__m512)x, (__m512)y), _mm512_unpackhi_ps((__m512)x, (__m512)y));
+  };
+  const auto quads = [](__m512 x, __m512 y) {
+    const __m512d p = _mm512_castps_pd(x), q = _mm512_castps_pd(y);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+  };
+  const auto halves = [](__m512 x, __m512 y) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  };
+  __m512 four[4];
+  for (int i = 0; i < 4; i++) four[i] = quads(pairs(a[4 * i], a[4 * i + 1]), pairs(a[4 * i + 2], a[4 * i + 3]));
+  return (vf)halves(halves(four[0], four[1]), halves(four[2], four[3]));
+}
+
+// out[i] lane j = in[j] lane i, W x W words
+PAGEGEN_INLINE void transpose(const vi* in, int32_t* out, int64_t stride) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    a[2 * i] = _mm512_unpacklo_epi32((__m512i)in[2 * i], (__m512i)in[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)in[2 * i], (__m512i)in[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+    b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) { // b[4 * g + i] holds words i, i + 4, i + 8, i + 12 of rows 4g .. 4g + 3
+    const __m512i p = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), q = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+    const __m512i r = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
+    const __m512i s = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+    store(out + i * stride, (vi)_mm512_shuffle_i32x4(p, r, 0x88));
+    store(out + (i + 4) * stride, (vi)_mm512_shuffle_i32x4(q, s, 0x88));
+    store(out + (i + 8) * stride, (vi)_mm512_shuffle_i32x4(p, r, 0xdd));
+    store(out + (i + 12) * stride, (vi)_mm512_shuffle_i32x4(q, s, 0xdd));
+  }
+}
+#else
+PAGEGEN_INLINE float sum_lanes(vf x) {
+  float sum = x[0];
+  for (int i = 1; i < W; i++) sum += x[i];
+  return sum;
+}
+PAGEGEN_INLINE float max_lanes(vf x) {
+  float top = x[0];
+  for (int i = 1; i < W; i++) top = x[i] > top ? x[i] : top;
+  return top;
+}
+#if defined(PAGEGEN_AVX2)
+PAGEGEN_INLINE vf sum_each(const vf* a) {
+  const auto add = [](vf x, vf y) { return _mm256_hadd_ps((__m256)x, (__m256)y); };
+  const __m256 low = _mm256_hadd_ps(add(a[0], a[1]), add(a[2], a[3]));
+  const __m256 high = _mm256_hadd_ps(add(a[4], a[5]), add(a[6], a[7]));
+  return (vf)_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+PAGEGEN_INLINE void transpose(const vi* in, int32_t* out, int64_t stride) {
+  __m256i a[8], b[8];
+  for (int i = 0; i < 4; i++) {
+    a[2 * i] = _mm256_unpacklo_epi32((__m256i)in[2 * i], (__m256i)in[2 * i + 1]);
+    a[2 * i + 1] = _mm256_unpackhi_epi32((__m256i)in[2 * i], (__m256i)in[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    b[4 * i] = _mm256_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+    b[4 * i + 3] = _mm256_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    store(out + i * stride, (vi)_mm256_permute2x128_si256(b[i], b[4 + i], 0x20));
+    store(out + (i + 4) * stride, (vi)_mm256_permute2x128_si256(b[i], b[4 + i], 0x31));
+  }
+}
+#else
+PAGEGEN_INLINE vf sum_each(const vf* a) {
+  vf sums;
+  for (int i = 0; i < W; i++) sums[i] = sum_lanes(a[i]);
+  return sums;
+}
+PAGEGEN_INLINE void transpose(const vi* in, int32_t* out, int64_t stride) {
+  for (int i = 0; i < W; i++)
+    for (int j = 0; j < W; j++) out[i * stride + j] = in[j][i];
+}
+#endif
+#endif
+
+// ---- functions ------------------------------------------------------------------------------------------
+
+// 2^x to 2e-7 relative, exactly 1 at 0; below -126 it stays at 2^-126. NaN stays NaN.
+PAGEGEN_INLINE vf exp2(vf x) {
+  x = larger(splat(-126.0f), x);
+#if defined(PAGEGEN_AVX512)
+  const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const vf magic = splat(0x1.8p23f); // adding it leaves the nearest integer in the low bits
+  const vf n = (x + magic) - magic;
+#endif
+  const vf f = x - n;
+  // Chebyshev interpolation of (2^f - 1) / f on [-1/2, 1/2]
+  vf p = splat(0.0013381302537f);
+  p = fma(p, f, splat(0.0096663685154f));
+  p = fma(p, f, splat(0.0555038101380f));
+  p = fma(p, f, splat(0.2402234903802f));
+  p = fma(p, f, splat(0.6931471805599f));
+  p = fma(p, f, splat(1.0f));
+#if defined(PAGEGEN_AVX512)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return p * as_float((__builtin_convertvector(n, vi) + 127) << 23);
+#endif
+}
+
+PAGEGEN_INLINE float exp2(float x) { return exp2(splat(x))[0]; }
+
+// tanh to 3e-7 relative; +-1 for any large argument, infinities included
+PAGEGEN_INLINE vf tanh(vf x) {
+  const vf size = as_float(as_int(x) & 0x7fffffff);
+  const vf z = x * x;
+  // Chebyshev interpolation of (tanh(x) / x - 1) / x^2 on x^2 in [0, 0.4]
+  vf p = splat(-0.0060451650968f);
+  p = fma(p, z, splat(0.0209613291091f));
+  p = fma(p, z, splat(-0.0538432631738f));
+  p = fma(p, z, splat(0.1333271884559f));
+  p = fma(p, z, splat(-0.3333332843332f));
+  const vf near = fma(x * z, p, x);
+  // 1 - 2 / (e^2x + 1), where e^2x = 2^(2.885... x); beyond 10 it is 1 in float32
+  const vf capped = size > 10.0f ? splat(10.0f) : size;
+  const vf far = 1.0f - 2.0f / (exp2(capped * 2.8853900817779268f) + 1.0f);
+  const vf signed_far = as_float(as_int(far) | (as_int(x) & (int32_t)0x80000000));
+  return select(size < 0.6f, near, signed_far);
+}
+
+// ---- the two kinds of dot product -----------------------------------------------------------------------
+
+// float32 throughout: a word is one element, converted when loaded.
+template <class Q, class KV> struct Math {
+  using Word = float;
+  using VWord = vf;
+  static constexpr int step = 1;          // elements of the contraction in a word
+  static constexpr int value_vectors = 1; // vectors of words that one load of V gives
+  using Weight = float;                   // how a softmax weight is kept
+
+  static PAGEGEN_INLINE VWord broadcast(Word x) { return splat(x); }
+  static PAGEGEN_INLINE VWord load_words(const Word* p) { return load(p); }
+  static PAGEGEN_INLINE vf dot(vf sum, VWord a, VWord b) { return fma(a, b, sum); }
+  static PAGEGEN_INLINE vi bits(VWord x) { return as_int(x); }
+  static PAGEGEN_INLINE void store_words(Word* p, VWord x) { store(p, x); }
+  // N elements of a row (N <= W), the other lanes 0
+  template <int N, class T> static PAGEGEN_INLINE VWord load_row(const T* p) { return load_float_n<N>(p); }
+  // N columns of one value row
+  template <int N> static PAGEGEN_INLINE void load_values(const KV* const* row, int column, VWord* out) {
+    out[0] = load_float_n<N>(row[0] + column);
+  }
+  static PAGEGEN_INLINE void natural_order(vf*) {}
+};
+
+#if defined(PAGEGEN_AVX512) && defined(__AVX512BF16__)
+// vdpbf16ps: a word is a pair of bf16, products are summed in float32. Values are contracted over pairs of
+// tokens, so their columns are interleaved and come out permuted inside each 32: see `natural_order`.
+template <> struct Math<bf16, bf16> {
+  using Word = int32_t;
+  using VWord = vi;
+  static constexpr int step = 2;
+  static constexpr int value_vectors = 2;
+  using Weight = bf16;
+
+  static PAGEGEN_INLINE VWord broadcast(Word x) { return (vi)_mm512_set1_epi32(x); }
+  static PAGEGEN_INLINE VWord load_words(const Word* p) { return load(p); }
+  static PAGEGEN_INLINE vf dot(vf sum, VWord a, VWord b) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+  static PAGEGEN_INLINE vi bits(VWord x) { return x; }
+  static PAGEGEN_INLINE void store_words(Word* p, VWord x) { store(p, x); }
+  template <int N, class T> static PAGEGEN_INLINE VWord load_row(const T* p) {
+    static_assert(std::is_same_v<T, bf16>);
+    if constexpr (N == 2 * W) return (vi)_mm512_loadu_si512(p);
+    return (vi)_mm512_maskz_loadu_epi16((__mmask32)((1ull << N) - 1), p);
+  }
+  template <int N> static PAGEGEN_INLINE void load_values(const bf16* const* row, int column, VWord* out) {
+    const __m512i a = (__m512i)load_row<N>(row[0] + column), b = (__m512i)load_row<N>(row[1] + column);
+    out[0] = (vi)_mm512_unpacklo_epi16(a, b);
+    out[1] = (vi)_mm512_unpackhi_epi16(a, b);
+  }
+  // undoes the interleaving: of every 8 columns, x[0] holds the first four and x[1] the last four
+  static PAGEGEN_INLINE void natural_order(vf* x) {
+    const __m512 a = (__m512)x[0], b = (__m512)x[1];
+    const __m512 first = _mm512_shuffle_f32x4(a, b, 0x44), second = _mm512_shuffle_f32x4(a, b, 0xee);
+    x[0] = (vf)_mm512_shuffle_f32x4(first, first, 0xd8);
+    x[1] = (vf)_mm512_shuffle_f32x4(second, second, 0xd8);
+  }
+};
+#endif
+
+} // namespace
+} // namespace pagegen

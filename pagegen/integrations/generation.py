@@ -1,0 +1,230 @@
+"""Greedy generation over paged blocks: every step is one ragged batch, one compiled graph serves them all."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagegen.cache import OutOfBlocks, PagedKVCache
+from pagegen.integrations.hf_attention import Step
+from pagegen.integrations.hf_cache import RaggedCache, View
+from pagegen.spec import AttentionSpec, check
+
+# Every size that changes from step to step must be dynamic in the one graph, and PyTorch gives equal sizes one
+# symbol: the graph is traced on sizes that all differ. A size of 1 would be compiled as a constant.
+_TRACE_QUERY_LENS = (4, 7)
+_TRACE_BLOCKS = 5
+
+
+@dataclass
+class _Request:
+    index: int
+    seq_id: int
+    prompt: list[int]
+    max_new_tokens: int
+    done: bool = False
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def max_length(self) -> int:
+        return len(self.prompt) + self.max_new_tokens
+
+
+class PagedGenerator:
+    """Generates greedily for prompts of different lengths, admitting waiting ones as blocks come free.
+
+    A step's tokens (whole prompts of newcomers, one token of everyone else) run as one flat batch [1, total_q].
+    With `compile=True` the whole model is one `torch.compile(fullgraph=True)` graph for every batch size,
+    prompt length and block-table width. Blocks of shared prompt beginnings are computed once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        specs: tuple[AttentionSpec, ...],
+        store: PagedKVCache,
+        *,
+        variant: str | None = None,
+        compile: bool = True,
+        backend: str | Callable[..., Any] = "inductor",
+    ) -> None:
+        self.model = model
+        self.specs = specs
+        self.store = store
+        self.variant = variant
+        self._views = [(_view(store.k_cache(layer)), _view(store.v_cache(layer))) for layer in range(len(specs))]
+        self._num_blocks = store.allocator.num_blocks
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._ids = itertools.count()
+        self._forward: Callable[..., Tensor] = self._greedy_tokens
+        if compile:
+            for pool in store.pools:
+                torch._dynamo.mark_static_address(pool, guard=False)
+            self._forward = torch.compile(self._greedy_tokens, fullgraph=True, backend=backend)
+            self._trace()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        eos_token_id: int | Iterable[int] | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt, its end-of-sequence token included where one came.
+
+        `eos_token_id` defaults to the model's generation config. `on_token(prompt_index, token)` is called as
+        tokens come. Raises ValueError for an empty prompt and OutOfBlocks for one that could never fit.
+        """
+        check.integer("max_new_tokens", max_new_tokens)
+        stop = self._stop_tokens(eos_token_id)
+        requests = [self._request(i, list(prompt), max_new_tokens) for i, prompt in enumerate(prompts)]
+        waiting, running = deque(requests), list[_Request]()
+        try:
+            with torch.no_grad():
+                while waiting or running:
+                    self._admit(waiting, running)
+                    for request, token in zip(running, self._step(running), strict=True):
+                        self._accept(request, token, stop, on_token)
+                    for request in [r for r in running if r.done]:
+                        running.remove(request)
+                        self.store.free(request.seq_id)
+        finally:
+            for request in running:
+                self.store.free(request.seq_id)
+        return [request.output for request in requests]
+
+    def _stop_tokens(self, given: int | Iterable[int] | None) -> frozenset[int]:
+        value = getattr(self.model, "generation_config", self.model.config).eos_token_id if given is None else given
+        if value is None:
+            return frozenset()
+        return frozenset([value] if isinstance(value, int) else value)
+
+    def _request(self, index: int, prompt: list[int], max_new_tokens: int) -> _Request:
+        if not prompt:
+            raise ValueError(f"prompts[{index}] must hold at least one token, got none")
+        request = _Request(index, next(self._ids), prompt, max_new_tokens)
+        needed = self.store.layout.blocks_for(request.max_length)
+        if needed > self._num_blocks:
+            raise OutOfBlocks(needed, self._num_blocks)
+        return request
+
+    def _admit(self, waiting: deque[_Request], running: list[_Request]) -> None:
+        """Admits waiting prompts, in order, while every admitted sequence can still reach its full length: no
+        step can then run out of blocks."""
+        reserved = sum(self.store.layout.blocks_for(r.max_length) for r in running)
+        while waiting:
+            request = waiting[0]
+            reserved += self.store.layout.blocks_for(request.max_length)
+            if reserved > self._num_blocks:
+                return
+            self.store.add(request.seq_id, request.prompt)
+            running.append(waiting.popleft())
+
+    def _step(self, running: list[_Request]) -> list[int]:
+        """One step: the next token of every running sequence."""
+        batch = self.store.batch([r.seq_id for r in running])
+        step = Step(
+            block_table=batch.block_table,
+            seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
+            slot_mapping=batch.slot_mapping,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+        )
+        tokens = self._call(batch.input_ids, batch.positions, step).tolist()
+        return [int(t) for t in tokens[: len(running)]]
+
+    def _accept(
+        self, request: _Request, token: int, stop: frozenset[int], on_token: Callable[[int, int], None] | None
+    ) -> None:
+        request.output.append(token)
+        if on_token:
+            on_token(request.index, token)
+        request.done = token in stop or len(request.output) == request.max_new_tokens
+        if not request.done:
+            self.store.append(request.seq_id, [token])
+
+    def _call(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+        """Runs the step, padded to at least two sequences and two block-table columns: PyTorch compiles a size
+        of 1 as a constant, which would cost a second graph. The added sequence writes nothing."""
+        table, lens, starts, slots = step.block_table, step.seq_lens, step.query_start_loc, step.slot_mapping
+        if table.shape[1] < 2:
+            table = torch.nn.functional.pad(table, (0, 1))
+        if len(lens) < 2:
+            table = torch.nn.functional.pad(table, (0, 0, 0, 1))
+            lens = torch.nn.functional.pad(lens, (0, 1), value=1)
+            starts = torch.cat([starts, starts[-1:] + 1])
+            slots = torch.nn.functional.pad(slots, (0, 1), value=-1)
+            ids, positions = torch.nn.functional.pad(ids, (0, 1)), torch.nn.functional.pad(positions, (0, 1))
+        return self._forward(
+            ids, positions, slots, table, lens, starts, _bounds(step.max_query_len, step.max_seq_len), *self.store.pools
+        )
+
+    def _greedy_tokens(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        bounds: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+    ) -> Tensor:
+        """What is compiled: a flat batch in, each sequence's next token [num_seqs] out."""
+        step = Step(
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            slot_mapping=slot_mapping,
+            max_query_len=bounds.shape[0] - 1,
+            max_seq_len=bounds.shape[1] - 1,
+        )
+        cache = RaggedCache(self.specs, (k_pool, v_pool), self._views, step, self.variant)
+        last = query_start_loc[1:].long() - 1
+        keep = {"logits_to_keep": last} if self._keeps_logits else {}
+        output = self.model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=True, **{self._cache_argument: cache}, **keep
+        )
+        logits = output.logits[0] if self._keeps_logits else output.logits[0, last]
+        tokens: Tensor = logits.argmax(-1)
+        return tokens
+
+    def _trace(self) -> None:
+        """Compiles the step on a batch whose every changing size is dynamic; it writes no slot."""
+        device = self.store.device
+        lens = torch.tensor(_TRACE_QUERY_LENS, dtype=torch.int32, device=device)
+        total = int(lens.sum())
+        starts = torch.tensor([0, *itertools.accumulate(_TRACE_QUERY_LENS)], dtype=torch.int32, device=device)
+        ids = torch.zeros(total, dtype=torch.int64, device=device)
+        positions = torch.cat([torch.arange(n, device=device) for n in _TRACE_QUERY_LENS])
+        slots = torch.full((total,), -1, dtype=torch.int64, device=device)
+        table = torch.zeros(len(lens), _TRACE_BLOCKS, dtype=torch.int32, device=device)
+        bounds = _bounds(max(_TRACE_QUERY_LENS), 12)
+        for tensor in (ids, positions, slots, table, lens, starts, bounds, *self.store.pools):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        torch._dynamo.mark_dynamic(table, 1)
+        torch._dynamo.mark_dynamic(bounds, 1)
+        with torch.no_grad():
+            self._forward(ids, positions, slots, table, lens, starts, bounds, *self.store.pools)
+
+
+def _bounds(max_query_len: int, max_seq_len: int) -> Tensor:
+    """Two integers as the sizes of an empty tensor, which can be marked dynamic where an integer argument would
+    be compiled as a constant first. One is added so that no size is 1."""
+    return torch.empty(max_query_len + 1, max_seq_len + 1, 0)
+
+
+def _view(x: Tensor) -> View:
+    return tuple(x.shape), x.stride(), int(x.storage_offset())

@@ -1,0 +1,152 @@
+"""Hugging Face transformers on paged attention.
+
+paged = enable(model)
+model.generate(ids, past_key_values=paged.cache())      # eager, as transformers does it
+paged.generator().generate(prompts, max_new_tokens=64)  # compiled, ragged
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagegen.integrations.hf_attention import NAME, paged_attention_forward, paged_mask
+from pagegen.integrations.hf_layers import layer_specs
+from pagegen.ops import prepare
+from pagegen.ops.plans import target_of
+from pagegen.spec import AttentionSpec, CacheLayout, DispatchRule, Variant, check
+
+if TYPE_CHECKING:
+    from pagegen.db import Database
+    from pagegen.integrations.generation import PagedGenerator
+    from pagegen.integrations.hf_cache import PagedCache
+
+SUPPORTED = ((5, 5), (6, 0))  # from, below
+# Tokens that the block pool holds unless `num_blocks` says otherwise: 16 conversations of 1024.
+_DEFAULT_TOKENS = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedModel:
+    """A transformers model that attends over paged blocks.
+
+    `specs` and `rules` have one entry a layer: what it computes and which variants serve it (None: `variant` was
+    named, or no generated kernel serves the layer and it computes densely).
+    """
+
+    model: Any
+    specs: tuple[AttentionSpec, ...]
+    rules: tuple[DispatchRule | None, ...]
+    layout: CacheLayout
+    num_blocks: int
+    variant: str | None
+    _previous: str
+    _hooks: tuple[Any, ...]
+
+    def cache(self) -> PagedCache:
+        """A new, empty cache for `model.generate(..., past_key_values=cache)`."""
+        from pagegen.integrations.hf_cache import PagedCache
+
+        return PagedCache(self.specs, self._store(prefix_caching=False), self.variant)
+
+    def generator(self, *, compile: bool = True, backend: Any = "inductor") -> PagedGenerator:
+        """A greedy generator over ragged batches; see `PagedGenerator`."""
+        from pagegen.integrations.generation import PagedGenerator
+
+        store = self._store(prefix_caching=True)
+        return PagedGenerator(self.model, self.specs, store, variant=self.variant, compile=compile, backend=backend)
+
+    def disable(self) -> None:
+        """Gives the model back the attention that it had."""
+        for hook in self._hooks:
+            hook.remove()
+        self.model.set_attn_implementation(self._previous)
+
+    def _store(self, *, prefix_caching: bool) -> Any:
+        from pagegen.cache import PagedKVCache
+
+        spec = self.specs[0]
+        return PagedKVCache(
+            len(self.specs),
+            self.num_blocks,
+            self.layout,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.v_head_dim,
+            dtype=spec.kv_dtype,
+            device=self.model.device,
+            prefix_caching=prefix_caching,
+        )
+
+
+def enable(
+    model: Any,
+    *,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    order: str = "NHD",
+    variant: Variant | str | None = None,
+    db: Database | str | None = None,
+) -> PagedModel:
+    """Makes a transformers decoder attend over paged blocks.
+
+    Each cache holds `num_blocks` blocks of `block_size` tokens in every layer (default: 16 384 tokens). The
+    kernels are chosen and compiled now, from `db` (default: the default database), unless `variant` names one.
+    Raises ImportError for a transformers that is missing or not supported, and ValueError naming the layer and
+    the feature of a model that paged attention cannot express.
+    """
+    _check_version()
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+    if model.config._attn_implementation == NAME:
+        raise ValueError(f"{type(model).__name__} is already enabled: use that handle, or disable() it first")
+    layout = CacheLayout(block_size=block_size, order=order)
+    blocks = layout.blocks_for(_DEFAULT_TOKENS) if num_blocks is None else check.integer("num_blocks", num_blocks)
+    specs = layer_specs(model)
+    name = Variant.parse(variant).name if isinstance(variant, str) else variant.name if variant else None
+    rules: dict[AttentionSpec, DispatchRule | None] = {}
+    if name is None:
+        rules = {spec: prepare(spec, layout, target_of(model.device), db) for spec in dict.fromkeys(specs)}
+    AttentionInterface.register(NAME, paged_attention_forward)
+    AttentionMaskInterface.register(NAME, paged_mask)
+    previous = str(model.config._attn_implementation)
+    model.set_attn_implementation(NAME)
+    hooks = tuple(
+        module.register_forward_pre_hook(_pass_cache, with_kwargs=True)
+        for module in dict.fromkeys([model, model.base_model])
+    )
+    return PagedModel(
+        model=model,
+        specs=specs,
+        rules=tuple(map(rules.get, specs)),
+        layout=layout,
+        num_blocks=blocks,
+        variant=name,
+        _previous=previous,
+        _hooks=hooks,
+    )
+
+
+def _pass_cache(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Hands the paged cache to the attention function: a model passes keyword arguments that it does not know
+    down to it, and its own cache argument not."""
+    from pagegen.integrations.hf_cache import PagedCacheBase
+
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if isinstance(cache, PagedCacheBase):
+        kwargs = {**kwargs, NAME: cache}
+    return args, kwargs
+
+
+def _check_version() -> None:
+    lowest, limit = (".".join(map(str, bound)) for bound in SUPPORTED)
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"transformers is not installed: pip install 'transformers>={lowest},<{limit}'") from error
+    found = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    if not SUPPORTED[0] <= found < SUPPORTED[1]:
+        raise ImportError(f"transformers {transformers.__version__} is not supported: install >={lowest},<{limit}")

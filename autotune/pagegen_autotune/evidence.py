@@ -13,12 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pagegen.spec import Measurement, Status, Variant, Workload
-
-# Keys of a trial's environment: samples of one session with one index were taken in one round.
-SESSION, PURPOSE = "tuning_session", "tuning_purpose"
-# Why a trial was made: the default before anything else; finding a winner; judging it on fresh samples; comparing
-# layouts in rounds over all of them.
-BASELINE, SEARCH, CONFIRM, COMPARE = "baseline", "search", "confirm", "compare"
+from pagegen.spec.result import BASELINE, COMPARE, CONFIRM, PURPOSE, SEARCH, SESSION
 
 # A gain below 2 % is no reason to leave the default.
 MARGIN = 0.02

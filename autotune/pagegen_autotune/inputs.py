@@ -30,15 +30,6 @@ QUERY_SPREAD = 3.0
 GARBAGE_BLOCK = 2**31 - 1
 
 
-def cache_view(storage: Tensor, layout: CacheLayout, num_kv_heads: int, head_dim: int) -> Tensor:
-    """[num_blocks, block_size, Hkv, D] over flat `storage`, in the layout's memory order; the rest of it is unused."""
-    block = layout.block_size * num_kv_heads * head_dim
-    flat = storage[: storage.numel() // block * block]
-    if layout.order == "HND":
-        return flat.view(-1, num_kv_heads, layout.block_size, head_dim).transpose(1, 2)
-    return flat.view(-1, layout.block_size, num_kv_heads, head_dim)
-
-
 def block_table(workload: Workload, layout: CacheLayout, blocks: Tensor) -> Tensor:
     """int32 [num_seqs, max_blocks] that hands `blocks` out to the sequences in order; unused entries are garbage."""
     counts = torch.tensor([layout.blocks_for(n) for n in workload.context_lens])
@@ -66,7 +57,7 @@ def extras(spec: AttentionSpec, generator: torch.Generator) -> tuple[Tensor | No
 def _values(spec: AttentionSpec, k_cache: Tensor, v_storage: Tensor | None, layout: CacheLayout) -> Tensor:
     if v_storage is None:
         return k_cache[..., : spec.v_head_dim]
-    return cache_view(v_storage, layout, spec.num_kv_heads, spec.v_head_dim)
+    return layout.view(v_storage, spec.num_kv_heads, spec.v_head_dim)
 
 
 def _call(
@@ -126,7 +117,7 @@ def check_batch(spec: AttentionSpec, layout: CacheLayout, workload: Workload, de
         used[table[s, places // layout.block_size].long(), places % layout.block_size] = True
 
     def poisoned(width: int) -> Tensor:
-        cache = cache_view(torch.empty(slots * width, dtype=spec.kv_dtype), layout, spec.num_kv_heads, width)
+        cache = layout.view(torch.empty(slots * width, dtype=spec.kv_dtype), spec.num_kv_heads, width)
         values = torch.randn(cache.shape, generator=generator)
         return cache.copy_(values.masked_fill_(~used[:, :, None, None], math.nan))
 
@@ -177,7 +168,7 @@ class Pool:
     def calls(self, layout: CacheLayout, workload: Workload) -> list[AttentionCall]:
         """Calls that differ in the blocks they read, in the order to use them: together they walk the whole pool."""
         spec = self.spec
-        k_cache = cache_view(self._keys, layout, spec.num_kv_heads, spec.head_dim)
+        k_cache = layout.view(self._keys, spec.num_kv_heads, spec.head_dim)
         v_cache = _values(spec, k_cache, self._values, layout)
         num_blocks = k_cache.shape[0]
         if num_blocks == 0:

@@ -20,7 +20,7 @@ from pagegen.spec import (
     Variant,
     Workload,
 )
-from pagegen_autotune.evidence import PURPOSE, SESSION
+from pagegen.spec.result import PURPOSE, SESSION
 from pagegen_autotune.measure import Bench, Verdict
 
 # What else makes times of one device incomparable.

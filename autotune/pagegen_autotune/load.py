@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagegen_autotune.simulation import BLOCK_TOKENS, Server, Simulation
+from pagegen_autotune.simulation import BLOCK_TOKENS, Server, Simulation, cache_tokens
 from pagegen_autotune.trace import Trace
 
 # bounds the work on any trace: 2000 to 18500 requests of the traces shipped here make 39 to 168 thousand steps
@@ -81,7 +81,7 @@ def capacity_per_s(trace: Trace, server: Server, rng: np.random.Generator) -> fl
 
 
 def _fitting(trace: Trace, server: Server) -> npt.NDArray[np.intp]:
-    needed = trace.prompt_tokens + np.maximum(trace.output_tokens - 1, 0)
+    needed = cache_tokens(trace.prompt_tokens, trace.output_tokens)
     fitting = np.flatnonzero(needed <= server.num_blocks * BLOCK_TOKENS)
     if len(fitting) == 0:
         raise ValueError(

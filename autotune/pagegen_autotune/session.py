@@ -14,7 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from pagegen.spec import CacheLayout, Status, Variant, Workload
-from pagegen_autotune.evidence import BASELINE, COMPARE, CONFIRM, SEARCH, Evidence, Loads
+from pagegen.spec.result import BASELINE, COMPARE, CONFIRM, SEARCH
+from pagegen_autotune.evidence import Evidence, Loads
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.ledger import Ledger
 from pagegen_autotune.measure import Bench, Rounds, Verdict, interleave

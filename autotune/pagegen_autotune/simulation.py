@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pagegen.spec import Workload, check
 from pagegen_autotune.trace import Trace
@@ -236,9 +237,9 @@ class Simulation:
             self.finished.append(sequence)
 
 
-def cache_tokens(prompt: int, output: int) -> int:
-    """Tokens in the cache when a request ends, its most."""
-    return prompt + max(output - 1, 0)
+def cache_tokens(prompt: Any, output: Any) -> Any:
+    """Tokens in the cache when a request ends, its most; of one request, or of arrays of them."""
+    return prompt + output - (output > 0)
 
 
 def _blocks(tokens: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from pagegen import costs
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant
 from pagegen.spec.variant import PAGE_WALKS, PREFETCHES
 
@@ -114,6 +115,4 @@ def _describe(base: Variant, changes: dict[str, Any]) -> str:
 
 def space_around(start: Variant, spec: AttentionSpec, layout: CacheLayout, device: Device) -> Space:
     """The space that `pagegen.costs.legal` allows on `device`."""
-    from pagegen import costs
-
     return Space(start, lambda variant: costs.legal(spec, layout, variant, device))

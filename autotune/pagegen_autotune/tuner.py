@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from pagegen import settings, targets
-from pagegen.ops.plans import canonical
+from pagegen import costs, settings, targets
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant, Workload, check
+from pagegen.spec.layout import USUAL_BLOCK_SIZES
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.ledger import Ledger, Store
 from pagegen_autotune.measure import Bench, KernelBench
@@ -21,8 +21,6 @@ from pagegen_autotune.report import Report, Row, count_reasons
 from pagegen_autotune.search import STRATEGIES
 from pagegen_autotune.session import Cell, Session
 from pagegen_autotune.space import space_around
-
-DEFAULT_BLOCK_SIZES = (16, 32, 64, 128)
 
 
 class TuneError(RuntimeError):
@@ -62,7 +60,7 @@ def tune(
         stop = stack.enter_context(StopSignal())
         start = clock()
         here = bench is not None or is_present(where)
-        device = targets.current_device(where) if here else _shipped(where)
+        device = targets.current_device(where) if here else costs.shipped_device(where)
         job = _Job(spec, profile, device, store, layouts, strategy)
         store.save_profile(profile)
         if here:
@@ -231,10 +229,8 @@ def _checked_arguments(
     spec: AttentionSpec, profile: Profile, block_sizes: Sequence[int] | None, target: str | Target | None,
     budget_s: float | None, orders: Sequence[str], strategy: str,
 ) -> tuple[Target, list[CacheLayout]]:  # fmt: skip
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__} {spec!r}")
-    if not isinstance(profile, Profile):
-        raise TypeError(f"profile must be a Profile (see load_profile), got {type(profile).__name__} {profile!r}")
+    check.instance("spec", spec, AttentionSpec)
+    check.instance("profile", profile, Profile)
     if budget_s is not None and not budget_s > 0:
         raise ValueError(f"budget_s must be positive, got {budget_s!r}")
     check.one_of("strategy", strategy, STRATEGIES)
@@ -244,24 +240,18 @@ def _checked_arguments(
             "target must be one whose times mean something, got interpreter: Triton's interpreter runs thousands of "
             "times slower than any device. Use cpu, or a GPU such as sm_90 (predicted where it is not here)"
         )
-    sizes = DEFAULT_BLOCK_SIZES if block_sizes is None else tuple(block_sizes)
+    sizes = USUAL_BLOCK_SIZES if block_sizes is None else tuple(block_sizes)
     layouts = [CacheLayout(block_size=check.integer("block_sizes", b), order=o) for o in orders for b in sizes]
     if not layouts:
         raise ValueError(f"block_sizes and orders must not be empty, got {sizes} and {tuple(orders)}")
     reason = targets.unsupported(spec, where)
     if reason is not None:
         raise ValueError(f"spec must be one that a generated kernel serves on {where}: {reason}")
-    # orders that are the same bytes (one head, or one token a block) are one layout to the operator
-    return where, list(dict.fromkeys(canonical(layout, spec.num_kv_heads) for layout in layouts))
+    # orders that are the same bytes are one layout to the operator
+    return where, list(dict.fromkeys(layout.canonical(spec.num_kv_heads) for layout in layouts))
 
 
 def _open(url: str | None) -> Any:
     from pagegen.db import open_db
 
     return open_db(url)
-
-
-def _shipped(target: Target) -> Device:
-    from pagegen import costs
-
-    return costs.shipped_device(target)

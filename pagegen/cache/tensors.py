@@ -43,8 +43,7 @@ class PagedKVCache:
     ) -> None:
         check.integer("num_layers", num_layers)
         check.integer("num_kv_heads", num_kv_heads)
-        if not isinstance(layout, CacheLayout):
-            raise TypeError(f"layout must be a CacheLayout, got {type(layout).__name__} {layout!r}")
+        check.instance("layout", layout, CacheLayout)
         stored = parse_dtype(dtype)
         if bytes_per_element(stored).denominator != 1:  # int4, two values a byte
             raise ValueError(f"dtype must have whole bytes an element, got {dtype_name(stored)}")
@@ -55,10 +54,11 @@ class PagedKVCache:
         self.allocator = BlockAllocator(num_blocks, layout.block_size, prefix_caching, watermark=watermark)
         slots = num_layers * num_blocks * layout.block_size * num_kv_heads
         k_size = slots * check.integer("head_dim", head_dim)
-        v_size = slots * (head_dim if v_head_dim is None else check.integer("v_head_dim", v_head_dim))
-        self.pools = tuple(torch.zeros(size, dtype=stored, device=self.device) for size in (k_size, v_size))
+        v_dim = head_dim if v_head_dim is None else check.integer("v_head_dim", v_head_dim)
+        self.pools = tuple(torch.zeros(size, dtype=stored, device=self.device) for size in (k_size, slots * v_dim))
         # [num_layers * num_blocks, block_size, num_kv_heads, head_dim]: block b of layer l is l * num_blocks + b
-        self._keys, self._values = (_as_blocks(p, num_layers * num_blocks, layout, num_kv_heads) for p in self.pools)
+        self._keys = layout.view(self.pools[0], num_kv_heads, head_dim)
+        self._values = layout.view(self.pools[1], num_kv_heads, v_dim)
         firsts = range(0, num_layers * num_blocks, num_blocks)
         self._k_layers = [self._keys[first : first + num_blocks] for first in firsts]
         self._v_layers = [self._values[first : first + num_blocks] for first in firsts]
@@ -161,13 +161,6 @@ def as_tokens(tokens: Any) -> Iterable[int]:
     packed = array(TOKEN_CODE)
     packed.frombytes(values.astype(np.uintc).tobytes())
     return packed
-
-
-def _as_blocks(flat: Tensor, num_blocks: int, layout: CacheLayout, num_kv_heads: int) -> Tensor:
-    """A flat tensor as [num_blocks, block_size, num_kv_heads, head_dim], in the layout's order in memory."""
-    if layout.order == "HND":
-        return flat.view(num_blocks, num_kv_heads, layout.block_size, -1).transpose(1, 2)
-    return flat.view(num_blocks, layout.block_size, num_kv_heads, -1)
 
 
 def _ends(ids: list[Hashable], states: list[SequenceState], query_lens: Sequence[int]) -> list[int]:

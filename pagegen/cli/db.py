@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagegen.cli import output
-from pagegen.cli.options import TargetType
+from pagegen.cli.options import TargetType, target_option
 from pagegen.spec import AttentionSpec, Measurement, Status, Target
 
 if TYPE_CHECKING:
@@ -198,15 +198,14 @@ def verify(url: str | None, as_json: bool) -> None:
 
 @command.command()
 @url_option
-@click.option("--target", type=TargetType(), help="Whose trials; this machine's target by default.")
+@target_option
 @click.option("--keep", multiple=True, help="A code hash to keep; the present templates' by default. May be repeated.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @output.json_option
-def prune(url: str | None, target: Target | None, keep: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+def prune(url: str | None, target: Target, keep: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Removes the trials and portfolios of templates that are no more."""
     from pagegen import targets
 
-    target = target or Target.current()
     kept = keep or (targets.code_hash(target),)
     with _database(url, read_only=dry_run) as db:
         removed = db.prune(target=target, keep=kept, dry_run=dry_run)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagegen.cli import output
+from pagegen.cli import demo_page, output
 from pagegen.cli.db import plain_failures, url_option
 from pagegen.cli.tune import DurationType
-from pagegen.spec import AttentionSpec, Target
+from pagegen.spec import AttentionSpec, CacheLayout, Target
+from pagegen.spec.layout import USUAL_BLOCK_SIZES
 from pagegen.spec.models import find_geometry
 
 if TYPE_CHECKING:
@@ -23,14 +24,12 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m"
 PROFILE = "azure-conversation"
-BLOCK_SIZES = (16, 32, 64, 128)
+BLOCK_SIZES = USUAL_BLOCK_SIZES
 PROMPTS = (
     "What is the capital of France?",
     "Write one sentence about the sea in winter.",
     "Explain in two short sentences why small memory blocks waste less space than one large buffer for each request.",
 )
-# Blocks for the three conversations, 30 layers deep: 94 MB in float32.
-_POOL_TOKENS = 2048
 
 
 @dataclass
@@ -73,14 +72,14 @@ def command(budget: float, max_new_tokens: int, offline_model: bool, url: str | 
     """Tunes SmolLM2-135M's attention for this machine, asks for the best block size, compiles the model on paged
     attention, answers three prompts as one ragged batch, and checks every token against transformers' own attention.
     """
-    _need_transformers()
     start = time.perf_counter()
-    # float32: greedy tokens of two correct attentions then agree; in bfloat16 near ties would part them
-    story = _Story(AttentionSpec.from_model(MODEL, q_dtype="float32"), Target.current())
     with plain_failures():
+        # float32: greedy tokens of two correct attentions then agree; in bfloat16 near ties would part them
+        story = _Story(AttentionSpec.from_model(MODEL, q_dtype="float32"), _target())
         report = _tune(story, url, budget)
         rows = _ask(story, url)
-    chat = _chat(story, offline_model)
+        chat = _chat(story, offline_model)
+    chat.model.to("cuda" if story.target.is_gpu else "cpu")
     prompts = [chat.encode(text) for text in PROMPTS]
     document = _answer(story, chat, prompts, rows[0], url, max_new_tokens)
     story.seconds["whole"] = time.perf_counter() - start
@@ -91,7 +90,7 @@ def command(budget: float, max_new_tokens: int, offline_model: bool, url: str | 
         **document,
         "seconds": story.seconds,
     }
-    output.show(document, as_json, lambda: _text(document, report, rows))
+    output.show(document, as_json, lambda: demo_page.text(document, report, rows))
     if document["first_difference"]:
         raise output.Failure(
             f"paged attention's tokens are not transformers' own: {document['first_difference']}. "
@@ -99,21 +98,32 @@ def command(budget: float, max_new_tokens: int, offline_model: bool, url: str | 
         )
 
 
-def _need_transformers() -> None:
+def _target() -> Target:
+    """This machine's target, where a transformers model can run on it."""
     from importlib.util import find_spec
+
+    from pagegen_autotune.tuner import is_present
 
     if find_spec("transformers") is None:
         raise output.Failure("the demo runs a transformers model: pip install 'pagegen-attention[transformers]'")
+    target = Target.current()
+    if not is_present(target):
+        raise output.Failure(f"the demo runs on this machine, and PAGEGEN_TARGET names {target}: unset it")
+    return target
 
 
 def _tune(story: _Story, url: str | None, budget: float) -> Report:
     from pagegen_autotune import load_profile, tune
+    from pagegen_autotune.tuner import TuneError
 
     sizes = ", ".join(map(str, BLOCK_SIZES))
     with story.step("tune", f"tuning {MODEL}'s attention on {story.target} for block sizes {sizes} on {PROFILE}"):
-        report = tune(
-            story.spec, load_profile(PROFILE), block_sizes=BLOCK_SIZES, target=story.target, db=url, budget_s=budget
-        )
+        try:
+            report = tune(
+                story.spec, load_profile(PROFILE), block_sizes=BLOCK_SIZES, target=story.target, db=url, budget_s=budget
+            )
+        except TuneError as error:
+            raise output.Failure(str(error)) from error
     if report.interrupted:
         raise output.Failure("stopped while tuning; run pagegen demo again, and it goes on where it stopped")
     return report
@@ -179,7 +189,8 @@ def _answer(
         alone = comparison.run_alone(chat.model, prompts, max_new_tokens, f"{attention}, eager, one at a time")
         padded = comparison.run_padded(chat.model, prompts, max_new_tokens, f"{attention}, eager, padded batch")
     with story.step("compile", f"compiling the model on paged attention, block size {best.block_size}"):
-        blocks = -(-_POOL_TOKENS // best.block_size)
+        layout = CacheLayout(block_size=best.block_size)
+        blocks = sum(layout.blocks_for(len(ids) + max_new_tokens) for ids in prompts)
         paged = enable(chat.model, block_size=best.block_size, num_blocks=blocks, db=url)
         generator = paged.generator()
     with story.step("answer", "answering three prompts as one ragged batch"):
@@ -200,61 +211,3 @@ def _answer(
         "first_difference": str(difference) if difference else None,
         "runs": [run.to_dict() for run in (ragged, padded, alone)],
     }
-
-
-def _text(document: dict[str, Any], report: Report, rows: list[BlockSizeRow]) -> str:
-    return "\n\n".join(
-        [
-            str(report),
-            _block_sizes(rows),
-            f"{document['model']}\nkernels: {document['kernel']}",
-            *(f"> {a['prompt']} ({a['prompt_tokens']} tokens)\n{a['answer']}" for a in document["answers"]),
-            _verdict(document),
-            _runs(document["runs"]),
-            "seconds: " + ", ".join(f"{name} {s:.0f}" for name, s in document["seconds"].items()),
-        ]
-    )
-
-
-def _block_sizes(rows: list[BlockSizeRow]) -> str:
-    cells = [
-        {
-            "block_size": row.block_size,
-            "kind": row.kind,
-            "step_us": f"{row.step_us:.1f}",
-            "p99_us": f"{row.p99_us:.1f}",
-            "tokens_per_s": f"{row.tokens_per_s:.0f}",
-            "waste": f"{100 * row.waste_share:.2f}",
-            "metadata": f"{row.metadata_bytes:.0f}",
-        }
-        for row in rows
-    ]
-    columns = {
-        "block_size": "block size", "kind": "times", "step_us": "us a layer", "p99_us": "p99 us",
-        "tokens_per_s": "attention tokens/s", "waste": "waste %", "metadata": "metadata B/seq",
-    }  # fmt: skip
-    return f"best block size for {PROFILE}: {rows[0].block_size}\n\n{output.table(cells, columns)}"
-
-
-def _verdict(document: dict[str, Any]) -> str:
-    count = sum(len(a["tokens"]) for a in document["answers"])
-    if document["identical"]:
-        return f"all {count} greedy tokens are those of {document['compared_with']}"
-    return f"tokens DIFFER from {document['compared_with']}: {document['first_difference']}"
-
-
-def _runs(runs: list[dict[str, Any]]) -> str:
-    cells = [
-        {
-            "name": run["name"],
-            "tokens": sum(run["new_tokens"]),
-            "server": f"{run['server_tokens_per_s']:.1f}",
-            "latency": " / ".join(f"{s:.2f}" for s in run["latencies_s"]),
-        }
-        for run in runs
-    ]
-    columns = {"name": "run", "tokens": "new tokens", "server": "server tokens/s", "latency": "request latency s"}
-    note = (
-        "server tokens/s: new tokens of all requests over the whole time; request latency: until a request's last token"
-    )
-    return f"{output.table(cells, columns)}\n{note}"

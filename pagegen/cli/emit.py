@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from pagegen.cli import options, output
+from pagegen.cli.db import url_option
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonVariant, Variant
 
 
@@ -16,8 +17,8 @@ from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonV
 @options.target_option
 @click.option("--ragged", is_flag=True, help="The kernel for batches with longer queries, not the decode kernel.")
 @click.option("--variant", "variant_name", help="A variant's name; by default the one that would be chosen.")
-@click.option("--db", "db_url", help="The tuning database to choose from.")
 @click.option("-o", "--output", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write to a file.")
+@url_option
 @output.json_option
 def command(
     model: str,
@@ -26,23 +27,25 @@ def command(
     kv_dtype: str | None,
     block_size: int,
     order: str,
-    target: Target | None,
+    target: Target,
     ragged: bool,
     variant_name: str | None,
-    db_url: str | None,
     path: Path | None,
+    url: str | None,
     as_json: bool,
 ) -> None:
     """Prints the kernel that pagegen generates for a model, block size and target."""
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
-    layout = options.layout_of(block_size, order)
-    target = target or Target.current()
+    layout = CacheLayout(block_size=block_size, order=order)
     from pagegen import targets
 
     reason = targets.unsupported(spec, target)
     if reason is not None:
         raise output.Failure(f"no kernel is generated for {model} on {target}: {reason}")
-    variant = _named(variant_name, target) if variant_name else _chosen(spec, layout, target, ragged, db_url)
+    if variant_name:
+        variant = options.named_variant(variant_name, target)
+    else:
+        variant = _chosen(spec, layout, target, ragged, url)
     source = render(spec, layout, variant, ragged=ragged)
     if path is not None:
         try:
@@ -73,19 +76,9 @@ def render(spec: AttentionSpec, layout: CacheLayout, variant: Variant, *, ragged
         raise click.UsageError(str(error)) from error
 
 
-def _named(name: str, target: Target) -> Variant:
-    try:
-        variant = Variant.parse(name)
-    except (ValueError, TypeError) as error:
-        raise click.BadParameter(str(error), param_hint="--variant") from error
-    if variant.family != target.family:
-        raise click.BadParameter(f"{target} needs a {target.family} variant, got {name}", param_hint="--variant")
-    return variant
-
-
-def _chosen(spec: AttentionSpec, layout: CacheLayout, target: Target, ragged: bool, db_url: str | None) -> Variant:
+def _chosen(spec: AttentionSpec, layout: CacheLayout, target: Target, ragged: bool, url: str | None) -> Variant:
     from pagegen.selection import rule_for
 
-    rule = rule_for(spec, layout, target, db_url)
+    rule = rule_for(spec, layout, target, url)
     # a batch of the middle: 32 sequences of 4096 tokens
     return rule.choose(32, 512 if ragged else 1, 4096)

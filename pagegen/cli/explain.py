@@ -35,7 +35,7 @@ def command(
     batch: int,
     context: int,
     queries: int,
-    target: Target | None,
+    target: Target,
     rejected: bool,
     url: str | None,
     as_json: bool,
@@ -44,8 +44,7 @@ def command(
     if queries > context:
         raise click.UsageError(f"--queries must be at most --context {context}, got {queries}")
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
-    layout = options.layout_of(block_size, order)
-    target = target or Target.current()
+    layout = CacheLayout(block_size=block_size, order=order)
     workload = Workload(context_lens=(context,) * batch, query_lens=(queries,) * batch)
     from pagegen import selection
 
@@ -141,8 +140,8 @@ def _text(model: str, document: dict[str, Any]) -> str:
         f"variant   {document['variant_name']}",
         f"why       {document['reason']} (distance {document['distance']:.3g})",
         f"time      {'-' if us is None else f'{us:.1f} us'} ({time})",
-        f"roofline  {'-' if roofline_us is None else f'{roofline_us:.1f} us'}, reached "
-        f"{'-' if share is None else f'{share:.0%}'}",
+        f"roofline  {'-' if roofline_us is None else f'{roofline_us:.1f} us'}, "
+        f"{'-' if share is None else f'{share:.0%}'} of the {time} time",
         *(f"path      {path['path']}: {path['us']:.1f} us (predicted)" for path in document["paths"]),
         "",
         output.table(document["quantities"], {"name": "quantity", "value": "value", "expression": "for one sequence"}),

@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Registers, spills, shared memory, occupancy and instructions a tile, with no such GPU present."""
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
-    layout = options.layout_of(block_size, order)
+    layout = CacheLayout(block_size=block_size, order=order)
     targets = [_gpu(name) for name in names.split(",")]
     rows = [
         _row(spec, layout, target, decode=decode, variant_name=variant_name)
@@ -72,13 +72,11 @@ def _row(
     if reason is not None:
         raise output.Failure(f"no kernel is generated for this model on {target}: {reason}")
     try:
-        variant = (
-            TritonVariant.parse(variant_name)
-            if variant_name
-            else targets.default_variant(spec, layout, target, decode=decode)
-        )
-        if not isinstance(variant, TritonVariant):
-            raise click.BadParameter(f"a triton variant is needed, got {variant_name}", param_hint="--variant")
+        if variant_name:
+            variant = options.named_variant(variant_name, target)
+        else:
+            variant = targets.default_variant(spec, layout, target, decode=decode)
+        assert isinstance(variant, TritonVariant)  # the family of every GPU target
         facts = offline.compile_facts(spec, layout, variant, target, decode=decode).to_dict()
     except CompileError as error:
         return {"target": str(target), "kernel": "decode" if decode else "ragged", "error": error.detail}

@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Imports a subcommand's module when it is needed, so that `pagegen --help` loads neither torch nor SQL."""
+    """Imports a subcommand's module when it is needed, so that one command does not load what another needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import click
 
-from pagegen.spec import AttentionSpec, CacheLayout, Target
+from pagegen.cli import output
+from pagegen.spec import AttentionSpec, Target, Variant
+from pagegen.spec.layout import ORDERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -49,17 +51,30 @@ def model_spec(model: str, layer: str | None, q_dtype: str | None, kv_dtype: str
 def layout_options(command: Command) -> Command:
     """`--block-size` and `--order`: read them back as `CacheLayout(block_size=..., order=...)`."""
     size = click.option("--block-size", type=click.IntRange(min=1), required=True, help="Tokens a cache block.")
-    order = click.option(
-        "--order", type=click.Choice(["NHD", "HND"]), default="NHD", show_default=True, help="Inside a block."
-    )
+    order = click.option("--order", type=click.Choice(ORDERS), default="NHD", show_default=True, help="Inside a block.")
     return size(order(command))
+
+
+def _or_current(ctx: click.Context, param: click.Parameter, value: Target | None) -> Target:
+    try:
+        return value or Target.current()
+    except ValueError as error:  # PAGEGEN_TARGET names none
+        raise output.Failure(f"PAGEGEN_TARGET: {error}") from error
 
 
 def target_option(command: Command) -> Command:
     """`--target`, by default this machine's."""
-    return click.option("--target", type=TargetType(), help="sm_90, gfx942, cpu; this machine by default.")(command)
+    return click.option(
+        "--target", type=TargetType(), callback=_or_current, help="sm_90, gfx942, cpu; this machine by default."
+    )(command)
 
 
-def layout_of(block_size: int, order: str) -> CacheLayout:
-    """The layout that the layout options name."""
-    return CacheLayout(block_size=block_size, order=order)
+def named_variant(name: str, target: Target) -> Variant:
+    """The variant that `--variant` names, of the family that `target` takes."""
+    try:
+        variant = Variant.parse(name)
+    except (ValueError, TypeError) as error:
+        raise click.BadParameter(str(error), param_hint="--variant") from error
+    if variant.family != target.family:
+        raise click.BadParameter(f"{target} needs a {target.family} variant, got {name}", param_hint="--variant")
+    return variant

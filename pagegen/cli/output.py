@@ -26,4 +26,4 @@ def show(document: Any, as_json: bool, text: Callable[[], str]) -> None:
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     """Rows as a table; `columns` maps a row's keys to headings, in order. A missing value prints as "-"."""
     cells = [["-" if row.get(key) is None else row[key] for key in columns] for row in rows]
-    return str(tabulate(cells, headers=list(columns.values()), tablefmt="simple", disable_numparse=False))
+    return str(tabulate(cells, headers=list(columns.values()), tablefmt="simple"))

@@ -64,7 +64,7 @@ def command(
     q_dtype: str | None,
     kv_dtype: str | None,
     profile_name: str,
-    target: Target | None,
+    target: Target,
     memory: int | None,
     objective: str,
     url: str | None,
@@ -78,7 +78,6 @@ def command(
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
     profile = profile_of(profile_name)
     num_layers = find_geometry(model).attn_layers
-    target = target or Target.current()
     from pagegen import selection
 
     with plain_failures():

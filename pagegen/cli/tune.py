@@ -12,8 +12,10 @@ from pagegen.cli import options, output
 from pagegen.cli.db import plain_failures, url_option
 from pagegen.cli.query import profile_of
 from pagegen.spec import Target
+from pagegen.spec.layout import ORDERS, USUAL_BLOCK_SIZES
 
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+_USUAL = ",".join(map(str, USUAL_BLOCK_SIZES))
 
 
 class DurationType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
@@ -51,9 +53,9 @@ class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
 @options.model_options
 @click.option("--profile", "profile_name", required=True, help="A shipped profile's name or a profile file.")
 @options.target_option
-@click.option("--block-sizes", type=SizesType(), default="16,32,64,128", show_default=True, help="By commas.")
+@click.option("--block-sizes", type=SizesType(), default=_USUAL, show_default=True, help="By commas.")
 @click.option(
-    "--order", "orders", type=click.Choice(["NHD", "HND"]), multiple=True, default=["NHD"], show_default=True,
+    "--order", "orders", type=click.Choice(ORDERS), multiple=True, default=["NHD"], show_default=True,
     help="Memory order inside a block; may be given twice.",
 )  # fmt: skip
 @click.option("--budget", type=DurationType(), help="Time to spend (90s, 5m, 1h); as long as it takes by default.")
@@ -69,7 +71,7 @@ def command(
     q_dtype: str | None,
     kv_dtype: str | None,
     profile_name: str,
-    target: Target | None,
+    target: Target,
     block_sizes: tuple[int, ...],
     orders: tuple[str, ...],
     budget: float | None,
@@ -84,8 +86,6 @@ def command(
     """
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
     profile = profile_of(profile_name)
-    with plain_failures():
-        target = target or Target.current()
     if target.kind == "interpreter":
         raise click.BadParameter(
             "the interpreter's times mean nothing: name cpu, or a GPU such as sm_90", param_hint="--target"

@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from pagegen import __version__, paths
 from pagegen.codegen.specialise import Value, specialise
 from pagegen.spec import AttentionSpec, CacheLayout, TritonVariant, dtype_name
+from pagegen.spec.dtypes import QUERY_DTYPES
+from pagegen.spec.variant import cheapest_walk, next_power_of_two
 
 ATTENTION = "attention.py"
 CACHE_OPS = "cache_ops.py"
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +28,10 @@ class Form:
 
 def unsupported(spec: AttentionSpec) -> str | None:
     """Why the Triton templates do not serve `spec`, or None when they do."""
-    if spec.kv_dtype not in _FLOATS:
+    if spec.kv_dtype not in QUERY_DTYPES:
         return f"the Triton templates read float caches, not {dtype_name(spec.kv_dtype)}"
+    if spec.kv_scale_granularity != "none":
+        return "the Triton templates read caches without scales"
     if spec.shared_kv:
         return "the Triton templates read separate K and V, not a shared latent cache"
     if spec.score_mod or spec.mask_mod:
@@ -39,11 +39,6 @@ def unsupported(spec: AttentionSpec) -> str | None:
     if next_power_of_two(spec.group) > 256:
         return f"the Triton templates pack at most 256 query heads a KV head, not {spec.group}"
     return None
-
-
-def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def least_rows(spec: AttentionSpec) -> int:
@@ -63,20 +58,11 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -
     return TritonVariant(
         tile_rows=rows,
         tile_kv=tile_kv,
-        page_walk=page_walk(layout.block_size, tile_kv),
+        page_walk=cheapest_walk(layout.block_size, tile_kv),
         num_splits=8 if decode else 1,
         num_warps=8 if rows * widest > 64 * 128 else 4,
         num_stages=2,
     )
-
-
-def page_walk(block_size: int, tile_kv: int) -> str:
-    """The cheapest walk that fits: fewest block-table look-ups a tile."""
-    if block_size % tile_kv == 0:
-        return "tile_in_page"
-    if tile_kv % block_size == 0:
-        return "pages_in_tile"
-    return "any"
 
 
 def bindings(spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, form: Form) -> dict[str, Value]:
@@ -161,8 +147,3 @@ def template_hash() -> str:
     """sha256 over the Triton templates' text."""
     text = "".join(f"{name}\0{_template(name)}\0" for name in (ATTENTION, CACHE_OPS))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def form_of(call: Any, *, upcast: bool) -> Form:
-    """The form that serves a call."""
-    return Form(decode=call.query_start_loc is None, write_lse=call.lse is not None, upcast=upcast)

@@ -2,7 +2,7 @@
 
 from pagegen.costs.candidates import candidates
 from pagegen.costs.devices import shipped_device
-from pagegen.costs.model import flops, kv_bytes, predict_us, roofline_us
+from pagegen.costs.model import flops, kv_bytes, predict_us, reduce_us, roofline_us
 from pagegen.costs.rules import legal
 
-__all__ = ["candidates", "flops", "kv_bytes", "legal", "predict_us", "roofline_us", "shipped_device"]
+__all__ = ["candidates", "flops", "kv_bytes", "legal", "predict_us", "reduce_us", "roofline_us", "shipped_device"]

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagegen.costs.symbols import next_power_of_two
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonVariant, Variant
+from pagegen.spec.variant import cheapest_walk, next_power_of_two
 
 TILE_KVS = (32, 64, 128)
 NUM_SPLITS = (1, 2, 4, 8, 16, 32)
 # Values a thread, by the weights of `_warps`: at 116 (64 rows, 32 keys, head dim 128, 4 warps) kernels compile without
 # spills on sm_80, at 128 (64 rows, 128 keys, head dim 64) they spill.
 MAX_VALUES = 120
-
-
-def _page_walk(block_size: int, tile_kv: int) -> str:
-    """The walk with the fewest block-table reads that these sizes allow."""
-    if block_size % tile_kv == 0:
-        return "tile_in_page"
-    return "pages_in_tile" if tile_kv % block_size == 0 else "any"
 
 
 def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, decode: bool) -> tuple[Variant, ...]:
@@ -40,7 +33,7 @@ def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, deco
             one = TritonVariant(
                 tile_rows=tile_rows,
                 tile_kv=tile_kv,
-                page_walk=_page_walk(layout.block_size, tile_kv),
+                page_walk=cheapest_walk(layout.block_size, tile_kv),
                 num_warps=num_warps,
                 num_stages=2,
             )

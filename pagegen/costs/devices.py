@@ -9,9 +9,6 @@ from pathlib import Path
 import pagegen.spec
 from pagegen.spec import Device, Target
 
-# What the interpreter computes on is no device: every figure is unknown (0).
-INTERPRETER = Device(name="Triton interpreter", target=Target("interpreter"))
-
 
 @functools.cache
 def shipped_devices() -> tuple[Device, ...]:
@@ -37,21 +34,15 @@ def _device(row: dict[str, str]) -> Device:
 
 
 def shipped_device(target: Target | str, *, name: str | None = None) -> Device:
-    """The device that stands for a target that is not in this machine; the one called `name` where the table has it.
+    """The GPU that stands for an arch that is not in this machine; the one called `name` where the table has it.
 
-    For a GPU arch it is the first verified row of the table, else the first partly verified one: sm_80 is the
+    It is the first verified row of the table, else the first partly verified one: sm_80 is the
     A100-SXM4-40GB, sm_89 the RTX 4090, sm_90 the H100 80GB HBM3, sm_100 the B200, sm_120 the RTX 5090 (partly),
-    gfx942 the MI300X, gfx950 the MI355X (partly). "cpu" is this machine's CPU. "interpreter" has no rates.
+    gfx942 the MI300X, gfx950 the MI355X (partly).
 
-    Raises ValueError for an arch without a row, naming those that have one.
+    Raises ValueError for a target without a row, naming those that have one.
     """
     target = Target.parse(target)
-    if target.kind == "cpu":
-        from pagegen.targets import cpu  # a layer up: only the cpu target can describe a CPU
-
-        return cpu.current_device()
-    if target.kind == "interpreter":
-        return INTERPRETER
     found = [device for device in shipped_devices() if device.target == target]
     if found:
         return next((device for device in found if device.name == name), found[0])

@@ -141,11 +141,20 @@ def _predict_triton(spec: AttentionSpec, variant: TritonVariant, device: Device,
     # the longest program alone: each tile waits for its loads, less what the pipeline hides
     tile_us = max(LOAD_LATENCY_US / stages, tile_bytes / unit_bytes_per_us, tile_flops / (flops_per_us / units))
     longest_us = LOAD_LATENCY_US + float(tiles.max()) * tile_us
-    reduce_us = 0.0
-    if variant.num_splits > 1:
-        reduce_us = LAUNCH_US + s.total(s.PARTIAL_BYTES, values) / (MEMORY_EFFICIENCY * bytes_per_us)
-    expected: float = LAUNCH_US + max(memory_us * stretch, matrix_us * stretch, longest_us) + reduce_us
+    reducing_us = _reduce_us(device, values) if variant.num_splits > 1 else 0.0
+    expected: float = LAUNCH_US + max(memory_us * stretch, matrix_us * stretch, longest_us) + reducing_us
     return expected
+
+
+def _reduce_us(device: Device, values: dict[str, Any]) -> float:
+    return LAUNCH_US + s.total(s.PARTIAL_BYTES, values) / (MEMORY_EFFICIENCY * _bytes_per_us(device))
+
+
+def reduce_us(
+    spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, device: Device, workload: Workload
+) -> float:
+    """The part of `predict_us` that merging the splits takes: a launch, and the partial states out and in again."""
+    return _reduce_us(device, {**_bind(spec, layout, workload), **s.bind_variant(variant)})
 
 
 def _resident(variant: TritonVariant, device: Device, values: dict[str, Any]) -> int:

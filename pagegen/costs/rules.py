@@ -9,7 +9,7 @@ from typing import Any
 from sympy import Eq, Ge, Le, Mod
 
 from pagegen.costs import symbols as s
-from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant
+from pagegen.spec import AttentionSpec, CacheLayout, Device, TritonVariant, Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,6 @@ class Rule:
 
 def _triton(variant: Variant, device: Device) -> bool:
     return isinstance(variant, TritonVariant)
-
-
-def _cpp(variant: Variant, device: Device) -> bool:
-    return isinstance(variant, CppVariant)
 
 
 def _walks(page_walk: str) -> Callable[[Variant, Device], bool]:
@@ -73,18 +69,6 @@ RULES = (
         condition=Le(s.SHARED_BYTES, s.shared_limit_bytes),
         reason="about {shared_bytes} bytes of shared memory are more than the device's {shared_limit_bytes}",
     ),
-    Rule(
-        name="splits_of_whole_tiles",
-        applies=_cpp,
-        condition=Eq(Mod(s.split_tokens, s.tile_kv), 0),
-        reason="split_tokens {split_tokens} is not a multiple of tile_kv {tile_kv}",
-    ),
-    Rule(
-        name="streams_in_tile",
-        applies=_cpp,
-        condition=Eq(Mod(s.tile_kv, s.streams), 0),
-        reason="{streams} streams do not divide tile_kv {tile_kv} evenly",
-    ),
 )
 
 
@@ -108,6 +92,7 @@ def legal(spec: AttentionSpec, layout: CacheLayout, variant: Variant, device: De
     """Why the variant may not run for this spec and layout on this device; empty when it may.
 
     Shared memory is an estimate and is checked where the device's limit is known (not 0). The search space's own
-    bounds (powers of two, 16 rows and keys at least) hold by the variant's construction.
+    bounds (powers of two, 16 rows and keys at least, splits of whole tiles) hold by the variant's construction, so
+    a C++ variant of the right family is always legal.
     """
     return [reason for _, reason in broken_rules(spec, layout, variant, device)]

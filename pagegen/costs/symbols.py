@@ -7,6 +7,7 @@ tokens. The search prunes with these, the cost model evaluates them and `explain
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from sympy import Ge, Le, Max, Min, Piecewise, Sum, ceiling, floor
 from sympy.printing.numpy import NumPyPrinter
 
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant, bytes_per_element
+from pagegen.spec.variant import next_power_of_two
 from pagegen.spec.workload import Workload
 
 
@@ -37,7 +39,7 @@ kv_token_bytes = _symbols("kv_token_bytes")  # K and V of one token, all heads, 
 block_size = _symbols("block_size")
 # variant
 tile_rows, tile_kv, num_splits, num_warps, num_stages = _symbols("tile_rows tile_kv num_splits num_warps num_stages")
-streams, split_tokens = _symbols("streams split_tokens")
+split_tokens = _symbols("split_tokens")
 # device
 shared_limit_bytes, warp_size, max_threads = _symbols("shared_limit_bytes warp_size max_threads")
 is_amd, has_wgmma = _symbols("is_amd has_wgmma")  # 0 or 1
@@ -163,6 +165,9 @@ class _Printer(NumPyPrinter):  # type: ignore[misc]
         return self._nested("maximum", expr.args)
 
 
+_LAMBDIFY = threading.Lock()  # sympy fills its table of numpy's names at the first call, and others find it half full
+
+
 @functools.cache
 def _compiled(expression: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """The expression as a numpy function with every definition written out, and its arguments' names."""
@@ -171,7 +176,8 @@ def _compiled(expression: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
         expression = expression.xreplace(DEFINITIONS)
     arguments = sorted(expression.free_symbols, key=lambda s: str(s.name))
     printer = _Printer({"fully_qualified_modules": False, "inline": True, "allow_unknown_functions": True})
-    function = sympy.lambdify(arguments, expression, modules="numpy", printer=printer)
+    with _LAMBDIFY:
+        function = sympy.lambdify(arguments, expression, modules="numpy", printer=printer)
     return function, tuple(str(s.name) for s in arguments)
 
 
@@ -188,11 +194,6 @@ def total(expression: Any, values: Mapping[str, Any]) -> float:
     """The sum of an expression over the sequences of the workload bound in `values`."""
     shape = np.shape(values["context"])
     return float(np.broadcast_to(evaluate(expression, values), shape).sum())
-
-
-def next_power_of_two(value: int) -> int:
-    """The least power of two that is at least `value`."""
-    return 1 << (value - 1).bit_length()
 
 
 def bind_spec(spec: AttentionSpec, layout: CacheLayout) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def bind_variant(variant: Variant) -> dict[str, Any]:
     if isinstance(variant, TritonVariant):
         names = ("tile_rows", "tile_kv", "num_splits", "num_warps", "num_stages")
     elif isinstance(variant, CppVariant):
-        names = ("tile_kv", "streams", "split_tokens")
+        names = ("tile_kv", "split_tokens")
     else:
         raise TypeError(f"variant must be a TritonVariant or a CppVariant, got {type(variant).__name__}")
     return {name: getattr(variant, name) for name in names}

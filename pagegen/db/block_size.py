@@ -22,14 +22,13 @@ from pagegen.spec import (
     Workload,
     check,
 )
+from pagegen.spec.result import COMPARE, CONFIRM, PURPOSE
 
 OBJECTIVES = ("throughput", "latency")
-# What is asked of block sizes where nothing was tuned: the sizes that serving engines offer.
-USUAL_BLOCK_SIZES = (16, 32, 64, 128)
 # Samples that the tuner took to confirm a winner; those of the search flatter it (winners measured again scored 0.94
 # of what the search had shown), so they count only where there are no others. Before both go the samples taken in
 # rounds over all block sizes, since those taken minutes apart do not compare.
-PURPOSE, RANKS = "tuning_purpose", {"confirm": 1, "compare": 2}
+RANKS = {CONFIRM: 1, COMPARE: 2}
 
 
 @dataclass(frozen=True, kw_only=True)

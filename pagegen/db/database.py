@@ -31,6 +31,7 @@ from pagegen.spec import (
     Target,
     Variant,
     Workload,
+    check,
 )
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class Database:
 
     def record(self, measurement: Measurement) -> bool:
         """Stores a trial, durable when this returns; False when the identical one is there already."""
-        if not isinstance(measurement, Measurement):
-            raise TypeError(f"measurement must be a Measurement, got {type(measurement).__name__} {measurement!r}")
+        check.instance("measurement", measurement, Measurement)
         with self.atomic() as connection:
             return Writer(connection).add_trial(measurement)
 

@@ -181,9 +181,8 @@ class Store:
             if self._keeper is None:
                 keeper = _connect(_sqlite_uri(self.path, read_only=False), check_same_thread=False)
                 try:
-                    keeper.execute(
-                        "SELECT 1 FROM sqlite_master"
-                    ).fetchall()  # opens the file; connecting alone does not
+                    # opens the file; connecting alone does not
+                    keeper.execute("SELECT 1 FROM sqlite_master").fetchall()
                 except sqlite3.Error:  # whatever it is, the transaction to come meets it and says so
                     keeper.close()
                     return

@@ -166,8 +166,9 @@ def stats(store: Store) -> dict[str, Any]:
 def prune(store: Store, *, target: Target, keep: Collection[str], dry_run: bool = False) -> dict[str, int]:
     """Removes the target's trials and portfolios of every code hash that is not in `keep`, and what only they used.
 
-    Returns how many rows of which table went, or would go with `dry_run`. Profiles stay: they are what was asked, not
-    what came of it. Raises ValueError for an empty `keep`, which would remove everything.
+    Returns how many rows of which table went; with `dry_run`, how many trials, portfolios and kernels would. Profiles
+    stay: they are what was asked, not what came of it. Raises ValueError for an empty `keep`, which would remove
+    everything.
     """
     if not keep:
         raise ValueError(f"keep must name at least one code hash, got none: it would remove every trial of {target}")

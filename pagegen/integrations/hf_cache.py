@@ -31,6 +31,21 @@ class PagedCacheBase(Cache):  # type: ignore[misc]  # transformers ships no type
         own = self._specs[layer].scale
         return own if given is None or math.isclose(given, own) else given
 
+    # transformers asks these of a list of layer objects, which this cache has no use for; an empty list would mean
+    # that all layers are linear attention
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False] * len(self)
+
+    is_sliding = is_dummy = is_linear  # windows are the kernel's: the blocks keep every token
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         return key_states, value_states
 

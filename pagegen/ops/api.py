@@ -143,8 +143,8 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, pairs: Tensor | Sequence[tuple
     block is both source and target (checked for a Python sequence, and for a tensor when PAGEGEN_CHECK=1). The
     copy of copy-on-write."""
     if not isinstance(pairs, Tensor):
-        checks.block_pairs(pairs, k_cache.shape[0])
-        pairs = torch.tensor(list(pairs), dtype=torch.int64, device=k_cache.device).reshape(-1, 2)
+        listed = checks.block_pairs(pairs, k_cache.shape[0])
+        pairs = torch.tensor(listed, dtype=torch.int64, device=k_cache.device).reshape(-1, 2)
     torch.ops.pagegen.copy_blocks(k_cache, v_cache, pairs)
 
 
@@ -152,10 +152,18 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
     """Merges partial attention states of the same queries over disjoint keys: outs [num_states, total_q, Hq, Dv]
     and natural-log lses float32 [num_states, total_q, Hq] (or sequences of such states). Associative to
     rounding; an empty state (0, -inf) changes nothing, and merging only empty ones gives an empty one."""
-    stacked = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
-    logs = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
-    merged, lse = torch.ops.pagegen.merge_states(stacked, logs)
+    merged, lse = torch.ops.pagegen.merge_states(_states("outs", outs), _states("lses", lses))
     return merged, lse
+
+
+def _states(name: str, value: Tensor | Sequence[Tensor]) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    states = list(value)
+    if not states or any(not isinstance(state, Tensor) or state.shape != states[0].shape for state in states):
+        found = ", ".join(map(checks.describe, states))
+        raise ValueError(f"{name} must be one tensor or more, of one shape, got {found or 'none'}")
+    return torch.stack(states)
 
 
 def _scale(value: Tensor | float | None, like: Tensor) -> Tensor | None:

@@ -11,13 +11,15 @@ from torch import Tensor
 from pagegen import settings
 from pagegen.ops import checks, plans
 from pagegen.ops.schemas import LIBRARY
-from pagegen.reference import reference_attention
+from pagegen.reference import reference_attention, value_width
 from pagegen.spec import AttentionSpec, CacheLayout, Variant
 from pagegen.targets.call import AttentionCall
 
 # What a call looks like to the host -> its plan. A tuple of integers and strings costs 1 us to hash where a
 # validated AttentionSpec costs 20 us to build.
 PLANS: dict[tuple[Any, ...], plans.Plan] = {}
+# How a cache is dequantised. The finest of them is the spec's granularity: no kernel may miss one.
+SCALES = ("k_scale", "v_scale", "k_zero", "v_zero")
 
 
 def paged_attention(
@@ -33,27 +35,33 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """`torch.ops.pagegen.paged_attention`; see `pagegen.paged_attention` for the arguments."""
     _check(q, k_cache, v_cache, block_table, seq_lens, **options)
-    width = _value_width(q, v_cache, options)
+    width = value_width(v_cache, options.get("v_head_dim"), options.get("kv_dtype"))
+    ragged = options.get("query_start_loc") is not None
+    given = out is not None
     if out is None:
-        out = _allocate(q, width, zero=options.get("query_start_loc") is not None)
+        out = _allocate(q, width, zero=ragged)
     else:
         checks.tensor("out", out, "[total_q, num_q_heads, v_head_dim]", (q.dtype,), q.device)
         checks.sizes("out", out, (*q.shape[:2], width), "[total_q, num_q_heads, v_head_dim]")
-        if options.get("query_start_loc") is not None:
-            out.zero_()
+        checks.own_memory("out", out, q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32) if return_lse else q.new_empty(0, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     plan = _plan(q, k_cache, v_cache, width, options)
-    kernel = None
-    if plan.dense_reason is None and options.get("tree_mask") is None:
-        max_query_len, max_seq_len = _bounds(q, k_cache, block_table, options)
-        named = options.get("variant")
-        kernel = plan.load(Variant.parse(named)) if named else plan.kernel(len(seq_lens), max_query_len, max_seq_len)
-    if kernel is None:
+    named, dense_reason = options.get("variant"), plan.dense_reason
+    if dense_reason is None and options.get("tree_mask") is not None:
+        dense_reason = "the templates take no tree_mask"
+        plans.announce_dense(plan.target, dense_reason)
+    if dense_reason is not None:
+        if named:
+            raise ValueError(f"variant must be None where no generated kernel serves ({dense_reason}), got {named}")
         _dense(q, k_cache, v_cache, block_table, seq_lens, out, lse if return_lse else None, options)
         return out, lse
     assert v_cache is not None
+    max_query_len, max_seq_len = _bounds(q, k_cache, block_table, options)
+    kernel = plan.load(Variant.parse(named)) if named else plan.kernel(len(seq_lens), max_query_len, max_seq_len)
+    if given and ragged:  # only now: nothing can be refused any more
+        out.zero_()
     kernel(
         AttentionCall(
             q=q,
@@ -81,18 +89,12 @@ def _check(
     checks.attention(q, k_cache, v_cache, block_table, seq_lens, *(options.get(name) for name in named))
     for name in ("alibi_slopes", "sinks"):
         checks.per_head(name, options.get(name), q.shape[1], q.device)
-    for name in ("k_scale", "v_scale", "k_zero", "v_zero"):
+    for name in SCALES:
         checks.scale(name, options.get(name), k_cache)
     checks.tree_mask(options.get("tree_mask"), q)
     if settings.check_values():
         bounds = {name: options.get(name) for name in ("query_start_loc", "max_query_len", "max_seq_len")}
         checks.validate_batch(k_cache, block_table, seq_lens, total_q=q.shape[0], **bounds)
-
-
-def _value_width(q: Tensor, v_cache: Tensor | None, options: dict[str, Any]) -> int:
-    if v_cache is None:
-        return int(options["v_head_dim"])
-    return v_cache.shape[-1] * (2 if options.get("kv_dtype") == "int4" else 1)
 
 
 def _allocate(q: Tensor, width: int, zero: bool) -> Tensor:
@@ -116,10 +118,11 @@ def _float32(value: Tensor | None) -> Tensor | None:
 
 def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, options: dict[str, Any]) -> plans.Plan:
     option = options.get
+    granularity = _granularity(*(option(name) for name in SCALES))
     key = (
         q.shape[1:], width, k_cache.shape[1:], k_cache.dtype, q.dtype, q.device, plans.order_of(k_cache),
         v_cache is None, option("scale"), option("causal", True), option("window"), option("logit_softcap"),
-        option("alibi_slopes") is None, option("sinks") is None, _granularity(option("k_scale")),
+        option("alibi_slopes") is None, option("sinks") is None, granularity,
         option("score_mod"), option("mask_mod"), option("kv_dtype"), option("batch_invariant", False),
     )  # fmt: skip
     plan = PLANS.get(key)
@@ -137,7 +140,7 @@ def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, option
             logit_softcap=option("logit_softcap"),
             alibi=option("alibi_slopes") is not None,
             sinks=option("sinks") is not None,
-            kv_scale_granularity=_granularity(option("k_scale")),
+            kv_scale_granularity=granularity,
             shared_kv=v_cache is None,
             score_mod=option("score_mod"),
             mask_mod=option("mask_mod"),
@@ -148,10 +151,14 @@ def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, option
     return plan
 
 
-def _granularity(scale: Tensor | None) -> str:
-    if scale is None:
+def _granularity(*scales: Tensor | None) -> str:
+    """The finest granularity among the scales and zero points of a call."""
+    given = [scale for scale in scales if scale is not None]
+    if not given:
         return "none"
-    return "token_head" if scale.dim() == 3 else "head" if scale.numel() > 1 else "tensor"
+    if any(scale.dim() == 3 for scale in given):
+        return "token_head"
+    return "head" if any(scale.numel() > 1 for scale in given) else "tensor"
 
 
 def _dense(
@@ -165,10 +172,8 @@ def _dense(
     options: dict[str, Any],
 ) -> None:
     """Gathers each sequence's blocks and computes in float32: what serves a call that no kernel does."""
-    ignored = ("max_query_len", "max_seq_len", "batch_invariant", "variant")
-    kept = {name: value for name, value in options.items() if name not in ignored}
     rows, row_lse = reference_attention(
-        q, k_cache, v_cache, block_table, seq_lens, return_lse=True, compute_dtype=torch.float32, **kept
+        q, k_cache, v_cache, block_table, seq_lens, return_lse=True, compute_dtype=torch.float32, **options
     )
     out.copy_(rows)
     if lse is not None:

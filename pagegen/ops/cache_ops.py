@@ -128,6 +128,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     checks.tensor("outs", outs, "[num_states, total_q, num_q_heads, v_head_dim]", checks.FLOATS, None)
     checks.tensor("lses", lses, "[num_states, total_q, num_q_heads]", (torch.float32,), outs.device)
     checks.sizes("lses", lses, tuple(outs.shape[:3]), "[num_states, total_q, num_q_heads]")
+    if not len(outs):
+        raise ValueError(f"outs must hold at least one state, got {checks.describe(outs)}")
     top = lses.amax(dim=0)
     # an empty state has lse -inf: weigh it 0 without ever computing -inf - -inf
     weights = torch.exp(lses - top.masked_fill(top == -torch.inf, 0.0))

@@ -5,16 +5,20 @@ Checks of values on the device (block ids, lengths) cost a synchronisation: `val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagegen import settings
-from pagegen.spec.dtypes import QUERY_DTYPES
+from pagegen.spec.dtypes import INT4, QUERY_DTYPES, parse_dtype
 
 FLOATS = QUERY_DTYPES
+EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+BYTES = (torch.int8, torch.uint8)
+STORED = (*FLOATS, *EIGHT_BIT, torch.uint8)  # uint8: fp8 or packed int4 by `kv_dtype`
 
 
 def describe(value: Any) -> str:
@@ -46,6 +50,18 @@ def sizes(name: str, value: Tensor, expected: tuple[int | None, ...], shape: str
         raise ValueError(f"{name} must be {shape} = {wanted}, got {describe(value)}")
 
 
+def own_memory(name: str, value: Tensor, q: Tensor) -> None:
+    """`value`, which is written, must have memory of its own for every element, and not q's."""
+    if value.numel() and (value.data_ptr() == q.data_ptr() or any(map(_repeats, value.shape, value.stride()))):
+        raise ValueError(
+            f"{name} must have memory of its own, got q's or strides {value.stride()} that repeat elements"
+        )
+
+
+def _repeats(size: int, stride: int) -> bool:
+    return size > 1 and stride == 0
+
+
 def caches(k_cache: Tensor, v_cache: Tensor | None, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     """The cache pair: [num_blocks, block_size, Hkv, D] with a block size of at least 1."""
     shape = "[num_blocks, block_size, num_kv_heads, head_dim]"
@@ -55,6 +71,22 @@ def caches(k_cache: Tensor, v_cache: Tensor | None, dtypes: tuple[torch.dtype, .
     if v_cache is not None:
         tensor("v_cache", v_cache, shape, (k_cache.dtype,), device)
         sizes("v_cache", v_cache, (*k_cache.shape[:3], None), shape)
+
+
+def tables(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor | None, device: torch.device | None) -> None:
+    """What says where the tokens and the queries of each sequence are."""
+    tensor("seq_lens", seq_lens, "[num_seqs]", (torch.int32,), device)
+    num_seqs = seq_lens.shape[0]
+    tensor("block_table", block_table, "[num_seqs, max_blocks]", (torch.int32,), device)
+    sizes("block_table", block_table, (num_seqs, None), "[num_seqs, max_blocks]")
+    if query_start_loc is not None:
+        tensor("query_start_loc", query_start_loc, "[num_seqs + 1]", (torch.int32,), device)
+        sizes("query_start_loc", query_start_loc, (num_seqs + 1,), "[num_seqs + 1]")
+
+
+def can_hold(stored: torch.dtype, meant: torch.dtype) -> bool:
+    """Whether a tensor of dtype `stored` can be storage for values of dtype `meant`."""
+    return stored == meant or (stored == torch.uint8 and meant in EIGHT_BIT) or (stored in BYTES and meant == INT4)
 
 
 def attention(
@@ -74,8 +106,9 @@ def attention(
     """The operands that every attention call has."""
     tensor("q", q, "[total_q, num_q_heads, head_dim]", FLOATS, None)
     device = q.device
-    stored = FLOATS + (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
-    caches(k_cache, v_cache, stored, device)
+    caches(k_cache, v_cache, STORED, device)
+    if kv_dtype is not None and not can_hold(k_cache.dtype, parse_dtype(kv_dtype, "kv_dtype")):
+        raise ValueError(f"kv_dtype must be a dtype that k_cache can hold, got {kv_dtype} for {describe(k_cache)}")
     width = q.shape[2] // 2 if kv_dtype == "int4" else q.shape[2]
     if k_cache.shape[3] != width:
         raise ValueError(f"k_cache must have head_dim {width} like q, got {describe(k_cache)} for q {describe(q)}")
@@ -85,14 +118,9 @@ def attention(
         raise ValueError(f"q must have a multiple of num_kv_heads {k_cache.shape[2]} heads, got {q.shape[1]}")
     if v_cache is None and (v_head_dim is None or not 1 <= v_head_dim <= q.shape[2]):
         raise ValueError(f"v_head_dim must be in 1..{q.shape[2]} when v_cache is None, got {v_head_dim}")
-    tensor("seq_lens", seq_lens, "[num_seqs]", (torch.int32,), device)
+    tables(block_table, seq_lens, query_start_loc, device)
     num_seqs = seq_lens.shape[0]
-    tensor("block_table", block_table, "[num_seqs, max_blocks]", (torch.int32,), device)
-    sizes("block_table", block_table, (num_seqs, None), "[num_seqs, max_blocks]")
-    if query_start_loc is not None:
-        tensor("query_start_loc", query_start_loc, "[num_seqs + 1]", (torch.int32,), device)
-        sizes("query_start_loc", query_start_loc, (num_seqs + 1,), "[num_seqs + 1]")
-    elif q.shape[0] != num_seqs or (max_query_len or 1) != 1:
+    if query_start_loc is None and (q.shape[0] != num_seqs or (max_query_len or 1) != 1):
         raise ValueError(
             f"query_start_loc is required unless every sequence has one query, got None for {q.shape[0]} queries, "
             f"{num_seqs} sequences and max_query_len {max_query_len}"
@@ -137,30 +165,50 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: 
     """The operands of `write_kv`."""
     tensor("k", k, "[num_tokens, num_kv_heads, head_dim]", FLOATS, None)
     tensor("v", v, "[num_tokens, num_kv_heads, v_head_dim]", (k.dtype,), k.device)
-    caches(k_cache, v_cache, FLOATS + (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8), k.device)
+    caches(k_cache, v_cache, (*FLOATS, *EIGHT_BIT), k.device)
     sizes("k", k, (None, *k_cache.shape[2:]), "[num_tokens, num_kv_heads, head_dim]")
     sizes("v", v, (k.shape[0], *v_cache.shape[2:]), "[num_tokens, num_kv_heads, v_head_dim]")
     tensor("slot_mapping", slot_mapping, "[num_tokens]", (torch.int64,), k.device)
     sizes("slot_mapping", slot_mapping, (k.shape[0],), "[num_tokens]")
+    if settings.check_values():
+        slots(slot_mapping, k_cache)
+
+
+def slots(slot_mapping: Tensor, k_cache: Tensor) -> None:
+    """Slots inside the cache or -1, each named once. Reads the device."""
+    num_slots = k_cache.shape[0] * k_cache.shape[1]
+    named = [slot for slot in slot_mapping.tolist() if slot != -1]
+    for slot in named:
+        if not 0 <= slot < num_slots:
+            raise ValueError(f"slot_mapping must hold -1 or 0..{num_slots - 1}, got {slot}")
+    if len(set(named)) != len(named):
+        raise ValueError("slot_mapping must name each slot once, got a repeated slot")
 
 
 def copies(k_cache: Tensor, v_cache: Tensor, pairs: Tensor) -> None:
     """The operands of `copy_blocks`."""
-    caches(k_cache, v_cache, FLOATS + (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8), k_cache.device)
+    caches(k_cache, v_cache, STORED, k_cache.device)
     tensor("pairs", pairs, "[num_pairs, 2]", (torch.int64,), k_cache.device)
     sizes("pairs", pairs, (None, 2), "[num_pairs, 2]")
     if settings.check_values():
         block_pairs(pairs.tolist(), k_cache.shape[0])
 
 
-def block_pairs(pairs: Sequence[Sequence[int]], num_blocks: int) -> None:
-    """Block ids within the cache, each target named once, and no block both read and written."""
-    targets = [target for _, target in pairs]
-    for source, target in pairs:
+def block_pairs(pairs: Iterable[Sequence[int]], num_blocks: int) -> list[tuple[int, int]]:
+    """`pairs` as a list: block ids within the cache, each target named once, and no block both read and written."""
+    listed: Any = pairs
+    try:
+        listed = list(pairs)
+        found = [(operator.index(source), operator.index(target)) for source, target in listed]
+    except (TypeError, ValueError):
+        raise TypeError(f"pairs must hold (source, target) pairs of block ids, got {listed}") from None
+    targets = [target for _, target in found]
+    for source, target in found:
         if not (0 <= source < num_blocks and 0 <= target < num_blocks):
             raise ValueError(f"pairs must hold blocks in 0..{num_blocks - 1}, got ({source}, {target})")
-    if len(set(targets)) != len(targets) or set(targets) & {source for source, _ in pairs}:
-        raise ValueError(f"pairs must name each target once and no block as source and target, got {list(pairs)}")
+    if len(set(targets)) != len(targets) or set(targets) & {source for source, _ in found}:
+        raise ValueError(f"pairs must name each target once and no block as source and target, got {found}")
+    return found
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -190,6 +238,9 @@ def validate_batch(
     """Checks values on the device, at the cost of a synchronisation: block ids within the cache for every used
     block-table entry, lengths within the table, query ranges that rise and fit, slots inside the cache and
     written once, and bounds that bound. Raises ValueError naming the sequence and the value."""
+    tables(block_table, seq_lens, query_start_loc, None)
+    if slot_mapping is not None:
+        tensor("slot_mapping", slot_mapping, "[num_tokens]", (torch.int64,), None)
     num_blocks, block_size = k_cache.shape[:2]
     lengths = seq_lens.tolist()
     starts = list(range(len(lengths) + 1)) if query_start_loc is None else query_start_loc.tolist()
@@ -210,9 +261,4 @@ def validate_batch(
             if not 0 <= block < num_blocks:
                 raise ValueError(f"block_table[{s}, {i}] must be in 0..{num_blocks - 1}, got {block}")
     if slot_mapping is not None:
-        slots = [slot for slot in slot_mapping.tolist() if slot != -1]
-        for slot in slots:
-            if not 0 <= slot < num_blocks * block_size:
-                raise ValueError(f"slot_mapping must hold -1 or 0..{num_blocks * block_size - 1}, got {slot}")
-        if len(set(slots)) != len(slots):
-            raise ValueError("slot_mapping must name each slot once, got a repeated slot")
+        slots(slot_mapping, k_cache)

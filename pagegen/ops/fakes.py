@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 
 from pagegen.ops.schemas import LIBRARY
+from pagegen.reference import value_width
 
 
 def _lse(q: Tensor, return_lse: bool) -> Tensor:
     return q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
-
-
-def _value_width(k_cache: Tensor, v_cache: Tensor | None, v_head_dim: int | None, kv_dtype: str | None) -> Any:
-    if v_cache is None:
-        return k_cache.shape[-1] if v_head_dim is None else v_head_dim
-    return v_cache.shape[-1] * (2 if kv_dtype == "int4" else 1)
 
 
 def _attention(
@@ -33,7 +28,7 @@ def _attention(
     return_lse: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    width = _value_width(k_cache, v_cache, v_head_dim, kv_dtype)
+    width = value_width(v_cache, v_head_dim, kv_dtype)
     return q.new_empty((*q.shape[:2], width)), _lse(q, return_lse)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagegen import settings
-from pagegen.spec import AttentionSpec, CacheLayout, DispatchRule, Target, Variant
+from pagegen.spec import AttentionSpec, CacheLayout, DispatchRule, Target, Variant, check
 from pagegen.targets.call import AttentionKernel
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ class Plan:
     dense_reason: str | None
     kernels: dict[Variant, AttentionKernel] = field(default_factory=dict)
 
-    def kernel(self, num_seqs: int, max_query_len: int, max_seq_len: int) -> AttentionKernel | None:
-        """The kernel for a batch, or None where the dense path serves it."""
+    def kernel(self, num_seqs: int, max_query_len: int, max_seq_len: int) -> AttentionKernel:
+        """The kernel that the rule chooses for a batch. Raises RuntimeError where the dense path serves it."""
         if self.rule is None:
-            return None
+            raise RuntimeError(f"no generated kernel serves this plan: {self.dense_reason}")
         return self.load(self.rule.choose(num_seqs, max_query_len, max_seq_len))
 
     def load(self, variant: Variant) -> AttentionKernel:
@@ -70,12 +70,18 @@ def make_plan(spec: AttentionSpec, layout: CacheLayout, target: Target, db: Data
 
     reason = targets.unsupported(spec, target)
     if reason is not None:
-        log.warning("attention on %s gathers its blocks and computes densely: %s", target, reason)
+        announce_dense(target, reason)
         return Plan(spec, layout, target, None, reason)
     from pagegen import selection
 
     rule = selection.rule_for(spec, layout, target, db)
     return Plan(spec, layout, target, rule, None)
+
+
+@functools.cache
+def announce_dense(target: Target, reason: str) -> None:
+    """Logs once a process that calls fall back to the dense path, and why."""
+    log.warning("attention on %s gathers its blocks and computes densely: %s", target, reason)
 
 
 def target_of(device: torch.device) -> Target:
@@ -98,13 +104,6 @@ def order_of(k_cache: Tensor) -> str:
     return "HND" if apart and k_cache.stride(2) > k_cache.stride(1) else "NHD"
 
 
-def canonical(layout: CacheLayout, num_kv_heads: int) -> CacheLayout:
-    """`layout` as `order_of` would read it."""
-    if layout.block_size > 1 and num_kv_heads > 1:
-        return layout
-    return CacheLayout(block_size=layout.block_size, order="NHD")
-
-
 _PREPARED: dict[tuple[AttentionSpec, CacheLayout, Target], Plan] = {}
 
 
@@ -124,14 +123,12 @@ def prepare(
     `target` defaults to this machine's, `db` (a Database, path or URL) to the default database. Returns the
     dispatch rule, or None where no generated kernel serves the spec and calls compute densely.
     """
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__} {spec!r}")
-    if not isinstance(layout, CacheLayout):
-        raise TypeError(f"layout must be a CacheLayout, got {type(layout).__name__} {layout!r}")
+    check.instance("spec", spec, AttentionSpec)
+    check.instance("layout", layout, CacheLayout)
     from pagegen import targets
 
     where = Target.current() if target is None else Target.parse(target)
-    layout = canonical(layout, spec.num_kv_heads)
+    layout = layout.canonical(spec.num_kv_heads)  # as `order_of` reads it off a cache
     plan = make_plan(spec, layout, where, db)
     for variant in plan.rule.variants if plan.rule else ():
         targets.warm_up(plan.load(variant), spec, layout, where)

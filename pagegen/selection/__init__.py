@@ -1,6 +1,6 @@
 """From the database to a decision, with its reason."""
 
 from pagegen.selection.asking import best_block_size, select, workload_distance
-from pagegen.selection.ladder import Ladder, device_for, rule_for
+from pagegen.selection.ladder import device_for, rule_for
 
-__all__ = ["Ladder", "best_block_size", "device_for", "rule_for", "select", "workload_distance"]
+__all__ = ["best_block_size", "device_for", "rule_for", "select", "workload_distance"]

@@ -18,7 +18,9 @@ from pagegen.spec import (
     Target,
     Variant,
     Workload,
+    check,
 )
+from pagegen.spec.layout import USUAL_BLOCK_SIZES
 
 if TYPE_CHECKING:
     from pagegen.db import Database
@@ -42,7 +44,7 @@ def select(
         ("layout", layout, CacheLayout),
         ("workload", workload, Workload),
     ):
-        _require(name, value, kind)
+        check.instance(name, value, kind)
     target = Target.parse(target)
     rule = rule_for(spec, layout, target, db)
     variant = rule.choose(workload.num_seqs, workload.max_query_len, workload.max_context_len)
@@ -136,8 +138,8 @@ def best_block_size(
 
     Raises ValueError for bad arguments, and where nothing was measured and the device's rates are not known.
     """
-    _require("spec", spec, AttentionSpec)
-    _require("profile", profile, Profile)
+    check.instance("spec", spec, AttentionSpec)
+    check.instance("profile", profile, Profile)
     target = Target.parse(target)
     from pagegen.db import DatabaseError, block_size
 
@@ -155,14 +157,9 @@ def best_block_size(
             spec, layout, device, profile, rule_for(spec, layout, target, db), trials.get(layout, ()),
             memory_bytes=memory_bytes, num_layers=num_layers,
         )
-        for layout in layouts or [CacheLayout(block_size=b) for b in block_size.USUAL_BLOCK_SIZES]
+        for layout in layouts or [CacheLayout(block_size=b) for b in USUAL_BLOCK_SIZES]
     ]  # fmt: skip
     return block_size.ranked(rows, objective)
-
-
-def _require(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be an instance of {kind.__name__}, got {type(value).__name__} {value!r}")
 
 
 def _measured_device(db: Database, spec: AttentionSpec, code: str, here: Device) -> Device:

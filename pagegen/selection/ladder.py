@@ -134,8 +134,6 @@ class Ladder:
 def device_for(target: Target) -> Device:
     """This machine's device for the target, or the shipped one that stands for an absent GPU. Raises ValueError for a
     GPU arch that is neither here nor in the table."""
-    if not target.is_gpu:
-        return targets.current_device(target)
     try:
         return targets.current_device(target)
     except ValueError:  # the GPU is not in this machine

@@ -8,6 +8,13 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def instance(name: str, value: Any, kind: type) -> None:
+    """`value` must be a `kind`. Raises TypeError."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, got {type(value).__name__} {value!r}")
+
+
 def integer(name: str, value: Any, *, at_least: int = 1) -> int:
     """`value` as an int of at least `at_least`. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -16,7 +16,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
-    "int4": INT4,  # type: ignore[attr-defined]  # missing in torch's stubs
+    "int4": INT4,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
@@ -44,4 +44,4 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def bytes_per_element(dtype: torch.dtype) -> Fraction:
     """Bytes an element takes in a cache: a fraction, since two int4 values share a byte."""
-    return Fraction(1, 2) if dtype == DTYPES["int4"] else Fraction(dtype.itemsize)
+    return Fraction(1, 2) if dtype == INT4 else Fraction(dtype.itemsize)

@@ -25,8 +25,9 @@ _FOREIGN_MODELS = {
     "t5": "adds a learned bias by relative position",
     "mt5": "adds a learned bias by relative position",
 }
-# Attention that is not scores over the whole cached context: nothing here may be approximated silently.
-_FOREIGN = {"linear_attention", "chunked_attention", "mamba", "conv", "hybrid"}
+# Layers that are a softmax over the cached context. Whatever else a config names (linear, chunked, sparse by an index,
+# no attention at all) may not be approximated silently.
+_KINDS = ("full_attention", "sliding_attention", "attention")
 
 
 def spec_from_config(config: Any, *, layer: int, kv_dtype: str | torch.dtype | None = None) -> AttentionSpec:
@@ -43,7 +44,7 @@ def spec_from_config(config: Any, *, layer: int, kv_dtype: str | torch.dtype | N
     if model_type in _FOREIGN_MODELS:
         raise ValueError(f"config is of {model_type}, which {_FOREIGN_MODELS[model_type]}: no spec expresses that")
     kind = _layer_kind(text, layer)
-    if kind in _FOREIGN:
+    if kind not in _KINDS:
         raise ValueError(f"layer {layer} is {kind}, which a paged attention spec cannot express")
     q_dtype = getattr(text, "dtype", None) or getattr(text, "torch_dtype", None) or torch.bfloat16
     if isinstance(q_dtype, str):

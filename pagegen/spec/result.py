@@ -13,6 +13,12 @@ from pagegen.spec.target import Device, Target
 from pagegen.spec.variant import Variant
 from pagegen.spec.workload import Workload
 
+# Keys of a tuner's trial in its environment: samples of one session with one index were taken in one round.
+SESSION, PURPOSE = "tuning_session", "tuning_purpose"
+# Why the trial was made: the default before anything else; finding a winner; judging it on fresh samples; comparing
+# layouts in rounds over all of them.
+BASELINE, SEARCH, CONFIRM, COMPARE = "baseline", "search", "confirm", "compare"
+
 
 class Status(str, enum.Enum):
     """How a trial ended. Everything but OK is a failure class, stored like any other result."""

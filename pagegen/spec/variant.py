@@ -11,6 +11,18 @@ PAGE_WALKS = ("tile_in_page", "pages_in_tile", "any")
 PREFETCHES = (0, 1, 2, 4, 8)
 
 
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cheapest_walk(block_size: int, tile_kv: int) -> str:
+    """The page walk with the fewest block-table look-ups a tile that these sizes allow."""
+    if block_size % tile_kv == 0:
+        return "tile_in_page"
+    return "pages_in_tile" if tile_kv % block_size == 0 else "any"
+
+
 def _power_of_two(name: str, value: Any, *, at_least: int, at_most: int) -> None:
     check.integer(name, value, at_least=at_least)
     if value & (value - 1) or value > at_most:

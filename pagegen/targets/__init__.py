@@ -115,11 +115,12 @@ def code_hash(target: Target) -> str:
 
 def current_device(target: Target) -> Device:
     """The device of this machine that `target` runs on. Raises ValueError for a GPU that is not here."""
-    if target.kind in ("cpu", "interpreter"):
+    if target.kind == "interpreter":  # what it computes on is no device: every figure is unknown
+        return Device(name="Triton interpreter", target=target)
+    if target.kind == "cpu":
         from pagegen.targets import cpu
 
-        device = cpu.current_device()
-        return device if target.kind == "cpu" else Device(name="Triton interpreter", target=target)
+        return cpu.current_device()
     from pagegen.targets import gpu
 
     return gpu.current_device(target)

@@ -44,10 +44,10 @@ def find_compiler() -> Compiler:
 
 @functools.lru_cache(maxsize=8)
 def _probe(command_line: str) -> Compiler:
-    command = tuple(shlex.split(command_line))
     try:
+        command = tuple(shlex.split(command_line))
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    except (OSError, IndexError, subprocess.SubprocessError) as error:
+    except (OSError, IndexError, ValueError, subprocess.SubprocessError) as error:  # ValueError: an open quotation
         raise CompileError("cpu", "any kernel", f"the compiler {command_line!r} does not run: {INSTALL}") from error
     return Compiler(command, done.stdout.partition("\n")[0])
 
@@ -81,7 +81,10 @@ def load(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> ctypes
     try:
         return ctypes.CDLL(str(library))
     except OSError:
-        library.unlink(missing_ok=True)
+        try:
+            library.unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(name, error) from error
         library = build(source, name, machine=machine)
     try:
         return ctypes.CDLL(str(library))
@@ -108,7 +111,10 @@ def _own_folder(name: str) -> Path:
 
 
 def _compile(source: str, name: str, compiler: Compiler, machine: tuple[str, ...], library: Path) -> None:
-    work = Path(tempfile.mkdtemp(prefix=".build-", dir=library.parent))
+    try:
+        work = Path(tempfile.mkdtemp(prefix=".build-", dir=library.parent))
+    except OSError as error:
+        raise _unwritable(name, error) from error
     try:
         text, made = work / "kernel.cpp", work / "kernel.so"
         text.write_text(source, encoding="utf-8")
@@ -124,9 +130,13 @@ def _compile(source: str, name: str, compiler: Compiler, machine: tuple[str, ...
         text.replace(library.with_suffix(".cpp"))  # beside it, for debuggers and curious people
         made.replace(library)
     except OSError as error:
-        raise CompileError("cpu", name, f"the library cannot be written (set PAGEGEN_CACHE_DIR): {error}") from error
+        raise _unwritable(name, error) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _unwritable(name: str, error: OSError) -> CompileError:
+    return CompileError("cpu", name, f"the library cannot be written (set PAGEGEN_CACHE_DIR): {error}")
 
 
 def first_error(output: str) -> str:

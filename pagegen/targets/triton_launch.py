@@ -29,12 +29,17 @@ class TritonAttention:
         self.launchers: dict[codegen.Form, Callable[[AttentionCall], None]] = {}
 
     def __call__(self, call: AttentionCall) -> None:
-        form = codegen.form_of(call, upcast=self.upcast)
+        form = form_of(call, upcast=self.upcast)
         launcher = self.launchers.get(form)
         if launcher is None:
             source = codegen.render_attention(self.spec, self.layout, self.variant, form)
             launcher = self.launchers[form] = _launcher(import_source(source).launch)
         launcher(call)
+
+
+def form_of(call: AttentionCall, *, upcast: bool) -> codegen.Form:
+    """The form that serves a call."""
+    return codegen.Form(decode=call.query_start_loc is None, write_lse=call.lse is not None, upcast=upcast)
 
 
 def _launcher(launch: Callable[..., None]) -> Callable[[AttentionCall], None]:

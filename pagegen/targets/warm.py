@@ -12,12 +12,11 @@ from pagegen.targets.call import AttentionCall
 
 def calls(spec: AttentionSpec, layout: CacheLayout, device: str = "cuda") -> Iterator[AttentionCall]:
     """Decode and ragged, with and without lse: one sequence of one token in a cache of one block."""
-    block_size, heads = layout.block_size, spec.num_kv_heads
-    caches = []
-    for width in (spec.head_dim, spec.v_head_dim):
-        shape = (1, block_size, heads, width) if layout.order == "NHD" else (1, heads, block_size, width)
-        cache = torch.zeros(shape, dtype=spec.kv_dtype, device=device)
-        caches.append(cache if layout.order == "NHD" else cache.transpose(1, 2))
+    slots = layout.block_size * spec.num_kv_heads
+    caches = [
+        layout.view(torch.zeros(slots * width, dtype=spec.kv_dtype, device=device), spec.num_kv_heads, width)
+        for width in (spec.head_dim, spec.v_head_dim)
+    ]
     q = torch.zeros(1, spec.num_q_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
     per_head = torch.zeros(spec.num_q_heads, dtype=torch.float32, device=device)
     for starts in (None, torch.tensor([0, 1], dtype=torch.int32, device=device)):

@@ -89,6 +89,7 @@ CASES = [
     Case("block-528", 2, 56, 528, "pool"),
     Case("narrow-values", 4, 192, 16, "packed", fields={"v_head_dim": 128}),
     Case("tiny-head", 2, 5, 3, "pool", fields={"v_head_dim": 7}),
+    Case("widest-head", 1, 1536, 16, dtype="float32", kv_heads=1),  # too wide for 64 rows in half of an L2
     # dtypes
     Case("fp16", 4, 128, 16, "HND", "float16"),
     Case("fp16-group-8", 8, 80, 8, dtype="float16", variant=SHORT),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import stat
@@ -164,7 +165,7 @@ def test_compile_error_carries_the_first_error_in_one_line(cache: Path) -> None:
     assert list(cache.iterdir()) == []
 
 
-@pytest.mark.parametrize("cxx", ["no-such-compiler", "''", "false"])
+@pytest.mark.parametrize("cxx", ["no-such-compiler", "''", "false", 'g++ "-O3'])
 def test_missing_compiler_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch, cxx: str) -> None:
     monkeypatch.setenv("CXX", cxx)
     with pytest.raises(CompileError, match="install a C\\+\\+20 compiler.*apt-get install g\\+\\+"):
@@ -187,6 +188,16 @@ def test_unwritable_cache_folder_names_the_setting(tmp_path: Path, monkeypatch: 
     blocker.touch()
     monkeypatch.setenv("PAGEGEN_CACHE_DIR", str(blocker))
     with pytest.raises(CompileError, match="PAGEGEN_CACHE_DIR"):
+        cpp_build.build(ANSWER, "answer")
+
+
+@needs_compiler
+def test_read_only_cache_folder_names_the_setting(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> str:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(cpp_build.tempfile, "mkdtemp", refuse)
+    with pytest.raises(CompileError, match="cannot be written \\(set PAGEGEN_CACHE_DIR\\).*Read-only"):
         cpp_build.build(ANSWER, "answer")
 
 

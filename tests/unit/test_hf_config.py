@@ -60,7 +60,7 @@ def test_a_layer_that_is_not_there_is_refused(layer, message):
         AttentionSpec.from_config(plain, layer=layer)
 
 
-@pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention", "mamba", "conv"])
+@pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention", "mamba", "conv", "indexed_attention", "mlp"])
 def test_a_layer_that_is_no_softmax_over_the_context_is_refused(kind):
     plain = SimpleNamespace(num_attention_heads=4, hidden_size=64, num_hidden_layers=1, layer_types=[kind])
     with pytest.raises(ValueError, match=f"layer 0 is {kind}, which a paged attention spec cannot express"):

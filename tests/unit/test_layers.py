@@ -23,7 +23,6 @@ FACADE = "pagegen"  # pagegen/__init__.py: forwards names to their homes, so it 
 # Imports that go up a layer, each inside a function, and why there is no better place for what they need.
 UPWARD = {
     ("pagegen.db.database", "pagegen.selection"): "asking is a verb of the database, how it is answered stands above",
-    ("pagegen.costs.devices", "pagegen.targets"): "only the cpu target can describe the CPU of this machine",
 }
 # Modules other than pagegen.settings that touch the environment, and why.
 ENVIRONMENT: dict[str, str] = {}

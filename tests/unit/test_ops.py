@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import pagegen
+from pagegen import targets
 from pagegen.ops import checks, plans
+from pagegen.spec import AttentionSpec, CppVariant, Target, TritonVariant
 
 
 def operands(**changes: Any) -> dict[str, Any]:
@@ -51,6 +53,9 @@ BAD_OPERANDS = {
                "v_cache": torch.zeros(8, 4, 2, 16, dtype=torch.uint8)}, "kv_dtype must say what a uint8 cache holds"),
     "no_v": ({"v_cache": None}, "v_head_dim must be in 1..16 when v_cache is None"),
     "out": ({"out": torch.zeros(3, 4, 8)}, "out must be"),
+    "out_repeated": ({"out": torch.zeros(1, 1, 16).expand(3, 4, 16)}, "out must have memory of its own"),
+    "kv_dtype": ({"kv_dtype": "bfloat16"}, "kv_dtype must be a dtype that k_cache can hold, got bfloat16 for float32"),
+    "int4_in_float": ({"kv_dtype": "int4"}, "kv_dtype must be a dtype that k_cache can hold"),
     "out_dtype": ({"out": torch.zeros(3, 4, 16, dtype=torch.float16)}, "out must be float32"),
     "score_mod": ({"score_mod": "nobody"}, "score_mod must be a function decorated"),
     "variant": ({"variant": "basic:tile=3"}, "family must be one of"),
@@ -105,6 +110,37 @@ def test_out_is_written_in_place_and_returned() -> None:
     torch.testing.assert_close(out, pagegen.paged_attention(**operands()))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": math.nan}, {"variant": "cpp:tile_kv=3"}, {"variant": TritonVariant()}],
+    ids=["scale", "variant", "family"],
+)
+def test_what_is_refused_late_leaves_out_as_it_was(options: dict[str, Any]) -> None:
+    out, starts = torch.full((3, 4, 16), 7.0), torch.arange(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="scale must be finite|tile_kv must be|variant must be"):
+        pagegen.paged_attention(**operands(out=out, query_start_loc=starts, **options))
+    assert (out == 7.0).all()
+
+
+@pytest.mark.parametrize("starts", [None, torch.arange(4, dtype=torch.int32)], ids=["decode", "ragged"])
+def test_queries_are_not_overwritten_by_their_own_result(starts: torch.Tensor | None) -> None:
+    given = operands(query_start_loc=starts)
+    before = given["q"].clone()
+    with pytest.raises(ValueError, match="out must have memory of its own"):
+        pagegen.paged_attention(**given, out=given["q"])
+    assert torch.equal(given["q"], before)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_tree_of_more_queries_than_tokens_leaves_the_first_rows_empty(length: int) -> None:
+    tree = torch.ones(3, 3, dtype=torch.bool).tril()
+    lens, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    given = operands(block_table=torch.tensor([[3]], dtype=torch.int32), seq_lens=lens, query_start_loc=starts)
+    out = pagegen.paged_attention(**given, tree_mask=tree)
+    assert not out[: 3 - length].any()
+    torch.testing.assert_close(out, pagegen.reference_attention(**given))  # the tree is a chain: causal says the same
+
+
 def test_rows_past_the_last_sequence_are_zero() -> None:
     starts = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
     out, lse = pagegen.paged_attention(**operands(query_start_loc=starts), return_lse=True)
@@ -139,6 +175,10 @@ def even_keys(batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
         {"mask_mod": even_keys},
         {"tree_mask": torch.ones(3, 1, dtype=torch.bool)},
         {"k_scale": 0.37, "v_scale": 1.9},
+        {"v_scale": 1.9},
+        {"v_scale": torch.tensor([0.3, 1.9])},
+        {"k_zero": torch.linspace(-1, 1, 64).reshape(8, 4, 2)},
+        {"v_zero": torch.linspace(-1, 1, 64).reshape(8, 4, 2)},
         {"v_cache": None, "v_head_dim": 12},
     ],
     ids=lambda options: "+".join(options),
@@ -146,6 +186,18 @@ def even_keys(batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
 def test_what_no_kernel_serves_is_computed_densely_and_is_right(options: dict[str, Any]) -> None:
     out = pagegen.paged_attention(**operands(**options))
     torch.testing.assert_close(out, pagegen.reference_attention(**operands(**options)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+@pytest.mark.parametrize("granularity", ["tensor", "head", "token_head"])
+def test_no_kernel_that_reads_no_scales_serves_a_cache_with_scales(target: str, granularity: str) -> None:
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, kv_scale_granularity=granularity)
+    assert "without scales" in str(targets.unsupported(spec, Target.parse(target)))
+
+
+def test_a_variant_named_for_a_call_that_no_kernel_serves_is_refused() -> None:
+    with pytest.raises(ValueError, match="variant must be None where no generated kernel serves .*tree_mask"):
+        pagegen.paged_attention(**operands(tree_mask=torch.ones(3, 1, dtype=torch.bool), variant=CppVariant()))
 
 
 def test_a_modifier_with_other_arguments_is_refused() -> None:
@@ -162,6 +214,36 @@ def test_keys_are_stored_at_their_slots_and_a_slot_of_minus_one_is_skipped() -> 
     assert torch.equal(k_cache[2, 1], k[0])
     assert torch.equal(v_cache[0, 2], v[2])
     assert torch.count_nonzero(k_cache.abs().sum(dim=(2, 3))) == 2
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 12], [0, 1, -5], [0, 1, 1]])
+def test_slots_are_checked_before_anything_is_written_when_asked_for(
+    slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEGEN_CHECK", "1")
+    pool = torch.zeros(2, 4, 4, 2, 8)  # one block more than the cache has
+    k_cache, v_cache = pool[:, :3]
+    k, turn = torch.ones(3, 2, 8), torch.ones(4, 4)
+    with pytest.raises(ValueError, match="slot_mapping must"):
+        pagegen.write_kv(k, k, k_cache, v_cache, torch.tensor(slots))
+    with pytest.raises(ValueError, match="slot_mapping must"):
+        pagegen.rope_write_kv(k, k, k, torch.arange(3), turn, turn, k_cache, v_cache, torch.tensor(slots))
+    assert not pool.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, "block_table must be"),
+        ({"query_start_loc": torch.zeros(1, dtype=torch.int32)}, "query_start_loc must be"),
+        ({"seq_lens": [5, 0, 9]}, "seq_lens must be a tensor"),
+        ({"slot_mapping": torch.zeros(1, 1, dtype=torch.int64)}, "slot_mapping must be int64"),
+    ],
+)
+def test_batch_of_the_wrong_shape_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    given = {name: value for name, value in operands().items() if name not in ("q", "v_cache")}
+    with pytest.raises((ValueError, TypeError), match=message):
+        pagegen.validate_batch(**{**given, **changes})
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
@@ -189,6 +271,29 @@ def test_a_copied_block_equals_its_source_and_no_other_block_changes() -> None:
 def test_pairs_that_would_race_or_miss_the_cache_are_refused(pairs: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match="pairs must"):
         pagegen.copy_blocks(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8), pairs)
+
+
+@pytest.mark.parametrize("pairs", [[(0.5, 1)], [(0, 1, 2)], [0, 1], None])
+def test_what_is_no_pair_of_blocks_is_refused(pairs: Any) -> None:
+    with pytest.raises(TypeError, match="pairs must hold"):
+        pagegen.copy_blocks(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8), pairs)
+
+
+def test_pairs_may_come_from_an_iterator() -> None:
+    k_cache, v_cache = torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 8)
+    pagegen.copy_blocks(k_cache, v_cache, zip([0], [2], strict=True))  # type: ignore[arg-type]
+    assert torch.equal(k_cache[2], k_cache[0])
+
+
+def test_merging_no_states_or_states_of_several_shapes_is_refused() -> None:
+    one, other = (torch.zeros(2, 4, 8), torch.zeros(2, 4)), (torch.zeros(3, 4, 8), torch.zeros(3, 4))
+    for outs, lses in (
+        ([], []),
+        ([one[0], other[0]], [one[1], other[1]]),
+        (torch.zeros(0, 2, 4, 8), torch.zeros(0, 2, 4)),
+    ):
+        with pytest.raises(ValueError, match="outs must"):
+            pagegen.merge_states(outs, lses)
 
 
 def test_merging_states_equals_attending_all_keys_at_once_and_empty_states_change_nothing() -> None:

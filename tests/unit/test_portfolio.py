@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from pagegen_autotune.evidence import COMPARE, CONFIRM, PURPOSE, SESSION, Evidence
+from pagegen_autotune.evidence import Evidence
 from pagegen_autotune.portfolio import best, common_loads, decide, dispatch_rule, leader
 from tuning_fakes import DECODE, DEFAULT, DEVICE, FASTER, LONG, MIXED, SPEC
 
 from pagegen.spec import CacheLayout, CppVariant, Measurement, Status
+from pagegen.spec.result import COMPARE, CONFIRM, PURPOSE, SESSION
 
 LOADS = [(DECODE, 0.6), (LONG, 0.2)]
 OTHER = CppVariant(streams=2)

@@ -351,9 +351,9 @@ def test_a_target_may_be_given_by_name_and_wrong_arguments_are_named(db):
     assert db.select(SPEC, LAYOUT, "sm_90", DECODE).variant == TUNED
     assert selection.rule_for(SPEC, LAYOUT, "sm_90", db).variants == (TUNED,)
     for arguments, words in (
-        (("llama", LAYOUT, SM_90, DECODE), "spec must be an instance of AttentionSpec, got str 'llama'"),
-        ((SPEC, 16, SM_90, DECODE), "layout must be an instance of CacheLayout, got int 16"),
-        ((SPEC, LAYOUT, SM_90, (1, 2)), "workload must be an instance of Workload, got tuple"),
+        (("llama", LAYOUT, SM_90, DECODE), "spec must be an AttentionSpec, got str 'llama'"),
+        ((SPEC, 16, SM_90, DECODE), "layout must be a CacheLayout, got int 16"),
+        ((SPEC, LAYOUT, SM_90, (1, 2)), "workload must be a Workload, got tuple"),
     ):
         with pytest.raises(TypeError, match=words):
             db.select(*arguments)

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 from pagegen_autotune import Report, tune
-from pagegen_autotune.evidence import COMPARE, PURPOSE, SESSION
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.tuner import TuneError
@@ -30,6 +29,7 @@ from tuning_fakes import (
 from pagegen import targets
 from pagegen.db import open_db
 from pagegen.spec import CacheLayout, DispatchRule, Profile, Status, Target, TritonVariant, Workload
+from pagegen.spec.result import COMPARE, PURPOSE, SESSION
 from pagegen.targets.errors import CompileError
 
 LAYOUT = CacheLayout(block_size=16)

@@ -17,6 +17,7 @@ from pagegen.codegen import triton as codegen
 from pagegen.spec import AttentionSpec, CacheLayout, Target, TritonVariant
 from pagegen.targets import load_attention
 from pagegen.targets.call import AttentionCall
+from pagegen.targets.triton_launch import form_of
 from pagegen.targets.triton_module import import_source
 
 INTERPRETER = Target("interpreter")
@@ -153,7 +154,7 @@ def test_the_specialised_kernel_equals_the_unspecialised_template_bit_for_bit(na
     batch = case.batch(DECODE if decode else RAGGED)
     special = case.run(batch)
     call = batch.call()
-    form = codegen.form_of(call, upcast=True)
+    form = form_of(call, upcast=True)
     template = import_source((paths.data("templates") / codegen.ATTENTION).read_text())
     names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc", "scale", "alibi_slopes",
              "sinks", "out", "lse")  # fmt: skip

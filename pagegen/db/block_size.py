@@ -30,6 +30,9 @@ OBJECTIVES = ("throughput", "latency")
 # rounds over all block sizes, since those taken minutes apart do not compare.
 RANKS = {CONFIRM: 1, COMPARE: 2}
 
+# Block sizes within 2 % of the best one's time are told apart by what they waste: trials repeat no better than that.
+TIE = 0.02
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizeRow:
@@ -128,16 +131,27 @@ def row(
 
 
 def ranked(rows: Iterable[BlockSizeRow], objective: str) -> list[BlockSizeRow]:
-    """Best first: for "throughput" by tokens/s, for "latency" by p99 and then p50; ties go to less waste.
+    """Best first: for "throughput" by tokens/s, for "latency" by p99 and then p50. Rows within TIE of the best are as
+    good as it, and go by less waste.
 
     Rows that are measured throughout come before those that are not, whatever the prediction says.
     """
     check.one_of("objective", objective, OBJECTIVES)
+    rows = list(rows)
+
+    def aims(r: BlockSizeRow) -> tuple[float, ...]:
+        return (
+            (1 / r.tokens_per_s if r.tokens_per_s else math.inf,) if objective == "throughput" else (r.p99_us, r.p50_us)
+        )
+
+    def standing(r: BlockSizeRow) -> tuple[bool, bool]:
+        return (r.admitted_sequences == 0, r.kind != "measured")
+
+    best = {s: min(aims(r)[0] for r in rows if standing(r) == s) for s in map(standing, rows)}
 
     def key(r: BlockSizeRow) -> tuple[float, ...]:
-        aim = (-r.tokens_per_s,) if objective == "throughput" else (r.p99_us, r.p50_us)
-        useless = r.admitted_sequences == 0
-        return (useless, r.kind != "measured", *aim, r.waste_share, r.block_size)
+        ties = aims(r)[0] <= (1 + TIE) * best[standing(r)]
+        return (*standing(r), not ties, r.waste_share if ties else 0.0, *aims(r), r.waste_share, r.block_size)
 
     return sorted(rows, key=key)
 

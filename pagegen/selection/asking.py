@@ -45,7 +45,7 @@ def select(
         ("workload", workload, Workload),
     ):
         check.instance(name, value, kind)
-    target = Target.parse(target)
+    target, layout = Target.parse(target), layout.canonical(spec.num_kv_heads)
     rule = rule_for(spec, layout, target, db)
     variant = rule.choose(workload.num_seqs, workload.max_query_len, workload.max_context_len)
     us, further, evidence = None, 0.0, dict(rule.evidence)

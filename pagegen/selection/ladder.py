@@ -41,7 +41,7 @@ def rule_for(
     `db` is a Database, a path or URL, or None for the default database, which is opened for reading and never made.
     Never raises for a database: what is wrong with it is part of the reason, and `evidence["missed"]` lists it.
     """
-    return Ladder(spec, layout, Target.parse(target), db).rule()
+    return Ladder(spec, layout.canonical(spec.num_kv_heads), Target.parse(target), db).rule()
 
 
 @dataclass

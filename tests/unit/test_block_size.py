@@ -10,6 +10,7 @@ from database_fakes import H100, SM_90, SPEC, TUNED, rule, trial
 
 from pagegen import costs, targets
 from pagegen.db import open_db
+from pagegen.db.block_size import BlockSizeRow, ranked
 from pagegen.spec import CacheLayout, Profile, Status, Workload
 
 CODE = targets.code_hash(SM_90)
@@ -229,3 +230,15 @@ def test_a_share_that_sums_to_one_only_nearly_is_still_all_measured(db):
     assert row.kind == "measured"
     assert (row.measured_share, row.scaled_share) == (1, 0)
     assert (row.p50_us, row.p99_us) == (8.0, 11.0)
+
+
+def test_block_sizes_within_two_percent_of_the_best_go_by_waste_and_slower_ones_by_speed() -> None:
+    def of(block_size: int, tokens_per_s: float, waste_share: float) -> BlockSizeRow:
+        return BlockSizeRow(
+            block_size=block_size, order="NHD", step_us=1.0, waste_share=waste_share, metadata_bytes=1.0,
+            admitted_sequences=None, tokens_per_s=tokens_per_s, p50_us=1.0, p99_us=1.0, kind="measured",
+            measured_share=1.0, scaled_share=0.0, device="d", variants=(), reason="",
+        )  # fmt: skip
+
+    rows = [of(128, 1000.0, 0.05), of(64, 700.0, 0.02), of(16, 990.0, 0.005), of(32, 800.0, 0.01)]
+    assert [row.block_size for row in ranked(rows, "throughput")] == [16, 128, 32, 64]

@@ -13,7 +13,7 @@ from pagegen.ops import checks, plans
 from pagegen.ops.schemas import LIBRARY
 from pagegen.reference import reference_attention, value_width
 from pagegen.spec import AttentionSpec, CacheLayout, Variant
-from pagegen.targets.call import AttentionCall
+from pagegen.targets.call import AttentionCall, AttentionKernel
 
 # What a call looks like to the host -> its plan. A tuple of integers and strings costs 1 us to hash where a
 # validated AttentionSpec costs 20 us to build.
@@ -48,18 +48,12 @@ def paged_attention(
     if out.numel() == 0:
         return out, lse
     plan = _plan(q, k_cache, v_cache, width, options)
-    named, dense_reason = options.get("variant"), plan.dense_reason
-    if dense_reason is None and options.get("tree_mask") is not None:
-        dense_reason = "the templates take no tree_mask"
-        plans.announce_dense(plan.target, dense_reason)
-    if dense_reason is not None:
-        if named:
-            raise ValueError(f"variant must be None where no generated kernel serves ({dense_reason}), got {named}")
+    max_query_len, max_seq_len = _bounds(q, k_cache, block_table, options)
+    kernel = _kernel(plan, len(seq_lens), max_query_len, max_seq_len, options)
+    if kernel is None:
         _dense(q, k_cache, v_cache, block_table, seq_lens, out, lse if return_lse else None, options)
         return out, lse
     assert v_cache is not None
-    max_query_len, max_seq_len = _bounds(q, k_cache, block_table, options)
-    kernel = plan.load(Variant.parse(named)) if named else plan.kernel(len(seq_lens), max_query_len, max_seq_len)
     if given and ragged:  # only now: nothing can be refused any more
         out.zero_()
     kernel(
@@ -80,6 +74,22 @@ def paged_attention(
         )
     )
     return out, lse
+
+
+def _kernel(
+    plan: plans.Plan, num_seqs: int, max_query_len: int, max_seq_len: int, options: dict[str, Any]
+) -> AttentionKernel | None:
+    """The kernel for a call, or None where the dense path serves it. Raises ValueError when a variant was named and
+    no kernel can serve the call."""
+    named, reason = options.get("variant"), plan.dense_reason
+    if reason is None and options.get("tree_mask") is not None:
+        reason = "the templates take no tree_mask"
+        plans.announce_dense(plan.target, reason)
+    if reason is None:
+        return plan.load(Variant.parse(named)) if named else plan.kernel(num_seqs, max_query_len, max_seq_len)
+    if named:
+        raise ValueError(f"variant must be None where no generated kernel serves ({reason}), got {named}")
+    return None
 
 
 def _check(

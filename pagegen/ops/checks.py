@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagegen import settings
+from pagegen.reference import value_width
 from pagegen.spec.dtypes import INT4, QUERY_DTYPES, parse_dtype
 
 FLOATS = QUERY_DTYPES
@@ -118,6 +119,9 @@ def attention(
         raise ValueError(f"q must have a multiple of num_kv_heads {k_cache.shape[2]} heads, got {q.shape[1]}")
     if v_cache is None and (v_head_dim is None or not 1 <= v_head_dim <= q.shape[2]):
         raise ValueError(f"v_head_dim must be in 1..{q.shape[2]} when v_cache is None, got {v_head_dim}")
+    held = value_width(v_cache, v_head_dim, kv_dtype)
+    if v_head_dim is not None and v_head_dim != held:
+        raise ValueError(f"v_head_dim must be {held} like v_cache, got {v_head_dim}")
     tables(block_table, seq_lens, query_start_loc, device)
     num_seqs = seq_lens.shape[0]
     if query_start_loc is None and (q.shape[0] != num_seqs or (max_query_len or 1) != 1):

@@ -13,6 +13,7 @@ from torch import Tensor
 from pagegen import settings
 from pagegen.spec import AttentionSpec, CacheLayout, DispatchRule, Target, Variant, check
 from pagegen.targets.call import AttentionKernel
+from pagegen.targets.errors import CompileError
 
 if TYPE_CHECKING:
     from pagegen.db import Database
@@ -32,11 +33,17 @@ class Plan:
     dense_reason: str | None
     kernels: dict[Variant, AttentionKernel] = field(default_factory=dict)
 
-    def kernel(self, num_seqs: int, max_query_len: int, max_seq_len: int) -> AttentionKernel:
-        """The kernel that the rule chooses for a batch. Raises RuntimeError where the dense path serves it."""
+    def kernel(self, num_seqs: int, max_query_len: int, max_seq_len: int) -> AttentionKernel | None:
+        """The kernel that the rule chooses for a batch, or None where the dense path serves it. A choice that does
+        not compile (a full disk, a compiler that went away) leaves the plan to the dense path, said once."""
         if self.rule is None:
-            raise RuntimeError(f"no generated kernel serves this plan: {self.dense_reason}")
-        return self.load(self.rule.choose(num_seqs, max_query_len, max_seq_len))
+            return None
+        try:
+            return self.load(self.rule.choose(num_seqs, max_query_len, max_seq_len))
+        except CompileError as error:
+            self.rule, self.dense_reason = None, str(error)
+            announce_dense(self.target, self.dense_reason)
+            return None
 
     def load(self, variant: Variant) -> AttentionKernel:
         """The kernel of `variant`, compiled when first asked for."""
@@ -121,13 +128,16 @@ def prepare(
     """Chooses and compiles the variants that serve `spec` on `layout`, so that serving compiles nothing.
 
     `target` defaults to this machine's, `db` (a Database, path or URL) to the default database. Returns the
-    dispatch rule, or None where no generated kernel serves the spec and calls compute densely.
+    dispatch rule, or None where no generated kernel serves the spec and calls compute densely. Raises ValueError for
+    a GPU that is not in this machine: kernels for one can be emitted and inspected, but not loaded.
     """
     check.instance("spec", spec, AttentionSpec)
     check.instance("layout", layout, CacheLayout)
     from pagegen import targets
 
     where = Target.current() if target is None else Target.parse(target)
+    if where.is_gpu:
+        targets.current_device(where)
     layout = layout.canonical(spec.num_kv_heads)  # as `order_of` reads it off a cache
     plan = make_plan(spec, layout, where, db)
     for variant in plan.rule.variants if plan.rule else ():

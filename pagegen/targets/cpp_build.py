@@ -1,7 +1,9 @@
 """Compiles generated C++ into a shared library, once for a source, a compiler and a CPU.
 
 Libraries lie in `settings.cache_dir()/cpp` under a name that is a hash of all that decides their content, and
-appear there by one atomic rename: processes may build the same one at once, and none sees half a file.
+appear there by one atomic rename: processes may build the same one at once, and none sees half a file. A library
+ends in a hash of itself, which is checked before it is loaded: a file cut short or overwritten would take the process
+down when its missing pages are touched.
 """
 
 from __future__ import annotations
@@ -68,24 +70,16 @@ def build(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> Path:
     compiler = find_compiler()
     folder = _own_folder(name)
     library = folder / f"{_key(source, compiler, machine)}.so"
-    if not library.exists():
+    if not _is_whole(library):
         _compile(source, name, compiler, machine, library)
     return library
 
 
 def load(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> ctypes.CDLL:
-    """Builds and loads. A library that does not load (cut short by a full disk, say) is built anew once."""
+    """Builds and loads. A library that is not whole (cut short by a full disk, say) is built anew."""
     import torch  # noqa: F401  first, so that the library finds torch's OpenMP and shares its threads
 
     library = build(source, name, machine=machine)
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:
-        try:
-            library.unlink(missing_ok=True)
-        except OSError as error:
-            raise _unwritable(name, error) from error
-        library = build(source, name, machine=machine)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -125,7 +119,10 @@ def _compile(source: str, name: str, compiler: Compiler, machine: tuple[str, ...
             raise CompileError("cpu", name, f"the compiler took more than {TIMEOUT_S:.0f} s") from error
         if done.returncode != 0:
             raise CompileError("cpu", name, first_error(done.stderr))
-        with made.open("rb") as written:
+        digest = hashlib.sha256(made.read_bytes()).digest()
+        with made.open("ab") as written:
+            written.write(digest)  # a loader ignores what stands behind the last section
+            written.flush()
             os.fsync(written.fileno())
         text.replace(library.with_suffix(".cpp"))  # beside it, for debuggers and curious people
         made.replace(library)
@@ -133,6 +130,15 @@ def _compile(source: str, name: str, compiler: Compiler, machine: tuple[str, ...
         raise _unwritable(name, error) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file is there and ends in the hash of what stands before."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 def _unwritable(name: str, error: OSError) -> CompileError:

@@ -120,6 +120,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return "the C++ templates read separate K and V, not a shared latent cache"
     if spec.score_mod or spec.mask_mod:
         return "the C++ templates take no score or mask functions"
+    if abs(spec.scale) > 1e30:
+        return f"the C++ templates take a scale of at most 1e30 (float32), not {spec.scale}"
     if spec.logit_softcap is not None and not 1e-30 <= spec.logit_softcap <= 1e30:
         return f"the C++ templates take a logit_softcap of 1e-30 to 1e30 (float32), not {spec.logit_softcap}"
     toolchain = _toolchain()

@@ -147,9 +147,11 @@ def test_many_builders_at_once_all_get_a_whole_library(cache: Path) -> None:
 
 
 @needs_compiler
-def test_library_cut_short_is_built_anew(cache: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 100, 4096, 9000])
+@pytest.mark.parametrize("padding", [b"", bytes(5000)], ids=["cut short", "zeros behind"])
+def test_a_damaged_library_is_built_anew(cache: Path, kept: int, padding: bytes) -> None:
     library = cpp_build.build(ANSWER, "answer")
-    library.write_bytes(library.read_bytes()[:100])
+    library.write_bytes(library.read_bytes()[:kept] + padding)
     assert cpp_build.load(ANSWER, "answer").answer() == 42
 
 

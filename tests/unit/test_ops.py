@@ -341,3 +341,32 @@ def test_the_order_of_a_cache_is_read_off_its_strides() -> None:
     assert plans.order_of(torch.zeros(2, 4, 3, 8)) == "NHD"
     assert plans.order_of(torch.zeros(2, 3, 4, 8).transpose(1, 2)) == "HND"
     assert plans.order_of(torch.zeros(2, 1, 4, 8).transpose(1, 2)) == "NHD"
+
+
+def test_a_choice_that_does_not_compile_leaves_the_call_to_the_dense_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pagegen import targets
+    from pagegen.targets.errors import CompileError
+
+    def refuse(*_: Any) -> Any:
+        raise CompileError("cpu", "cpp:any", "the disk is full")
+
+    monkeypatch.setattr(targets, "load_attention", refuse)
+    given = operands(scale=0.123)  # a plan of its own
+    out = pagegen.paged_attention(**given)
+    torch.testing.assert_close(out, pagegen.reference_attention(**given), rtol=1e-5, atol=1e-5)
+    assert "the disk is full" in caplog.text
+    with pytest.raises(ValueError, match="variant must be None.*the disk is full"):
+        pagegen.paged_attention(**given, variant=pagegen.CppVariant())
+
+
+def test_a_value_width_that_contradicts_the_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="v_head_dim must be 16 like v_cache, got 8"):
+        pagegen.paged_attention(**operands(v_head_dim=8))
+
+
+def test_preparing_for_a_gpu_that_is_not_here_is_refused_by_name() -> None:
+    spec = pagegen.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
+    with pytest.raises(ValueError, match="target must be the GPU of this machine"):
+        pagegen.prepare(spec, pagegen.CacheLayout(block_size=16), "gfx90a")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def text(document: dict[str, Any], report: Report, rows: list[BlockSizeRow]) -> str:
     return "\n\n".join(
         [
-            str(report),
+            _tuning(report),
             _block_sizes(report, rows),
             f"{document['model']}\nkernels: {document['kernel']}",
             *(f"> {a['prompt']} ({a['prompt_tokens']} tokens)\n{a['answer']}" for a in document["answers"]),
@@ -23,6 +23,18 @@ def text(document: dict[str, Any], report: Report, rows: list[BlockSizeRow]) -> 
             _runs(document["runs"]),
             "seconds: " + ", ".join(f"{name} {s:.0f}" for name, s in document["seconds"].items()),
         ]
+    )
+
+
+def _tuning(report: Report) -> str:
+    """What tuning did, in a line; `pagegen tune` shows each choice."""
+    trials = sum(report.trials.values())
+    found = f", {report.resumed} found in the database" if report.resumed else ""
+    gains = ", ".join(f"{row.layout.block_size}: {row.speedup:.3f}" for row in report.rows)
+    left = f"; {len(report.left_out)} parts of the search left out (--json names them)" if report.left_out else ""
+    return (
+        f"tuned on {report.profile} for {report.device.name} ({report.device.target}): {trials} trials{found} in "
+        f"{report.seconds:.0f} s{left}\nspeed-up over the default variants by block size: {gains}"
     )
 
 

@@ -24,6 +24,7 @@ class PagedCacheBase(Cache):  # type: ignore[misc]  # transformers ships no type
         super().__init__(layers=[])
         self._specs = specs
         self.variant = variant
+        self.entered = False  # set by the hook of an enabled model
 
     def scale(self, layer: int, given: float | None) -> float:
         """The spec's scale where the model's is the same but for rounding (64**-0.5 and 1/sqrt(64) may differ in
@@ -47,6 +48,8 @@ class PagedCacheBase(Cache):  # type: ignore[misc]  # transformers ships no type
         return True
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        if not self.entered:
+            raise ValueError("a paged cache works with the model that it was made for: enable(model).cache()")
         return key_states, value_states
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

@@ -8,7 +8,7 @@ paged.generator().generate(prompts, max_new_tokens=64)  # compiled, ragged
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagegen.integrations.hf_attention import NAME, paged_attention_forward, paged_mask
@@ -35,14 +35,13 @@ class PagedModel:
     named, or no generated kernel serves the layer and it computes densely).
     """
 
-    model: Any
+    model: Any = field(repr=False)
     specs: tuple[AttentionSpec, ...]
     rules: tuple[DispatchRule | None, ...]
     layout: CacheLayout
     num_blocks: int
     variant: str | None
     _previous: str
-    _hooks: tuple[Any, ...]
 
     def cache(self) -> PagedCache:
         """A new, empty cache for `model.generate(..., past_key_values=cache)`."""
@@ -58,9 +57,7 @@ class PagedModel:
         return PagedGenerator(self.model, self.specs, store, variant=self.variant, compile=compile, backend=backend)
 
     def disable(self) -> None:
-        """Gives the model back the attention that it had."""
-        for hook in self._hooks:
-            hook.remove()
+        """Gives the model back the attention that it had. Paged caches of it are refused from then on."""
         self.model.set_attn_implementation(self._previous)
 
     def _store(self, *, prefix_caching: bool) -> Any:
@@ -114,10 +111,9 @@ def enable(
     AttentionMaskInterface.register(NAME, paged_mask)
     previous = str(model.config._attn_implementation)
     model.set_attn_implementation(NAME)
-    hooks = tuple(
-        module.register_forward_pre_hook(_pass_cache, with_kwargs=True)
-        for module in dict.fromkeys([model, model.base_model])
-    )
+    for module in dict.fromkeys([model, model.base_model]):
+        if _pass_cache not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_pass_cache, with_kwargs=True)
     return PagedModel(
         model=model,
         specs=specs,
@@ -126,19 +122,23 @@ def enable(
         num_blocks=blocks,
         variant=name,
         _previous=previous,
-        _hooks=hooks,
     )
 
 
-def _pass_cache(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _pass_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Hands the paged cache to the attention function: a model passes keyword arguments that it does not know
-    down to it, and its own cache argument not."""
+    down to it, and its own cache argument not. The hook outlives `disable`, to refuse what would then be wrong."""
     from pagegen.integrations.hf_cache import PagedCacheBase
 
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    if isinstance(cache, PagedCacheBase):
-        kwargs = {**kwargs, NAME: cache}
-    return args, kwargs
+    if not isinstance(cache, PagedCacheBase):
+        return args, kwargs
+    if module.config._attn_implementation != NAME:
+        raise ValueError(
+            f"a paged cache needs paged attention, got {module.config._attn_implementation}: enable the model again"
+        )
+    cache.entered = True
+    return args, {**kwargs, NAME: cache}
 
 
 def _check_version() -> None:

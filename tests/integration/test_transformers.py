@@ -206,6 +206,18 @@ def test_a_cache_goes_on_where_the_last_turn_ended():
     assert torch.equal(model.generate(half, max_new_tokens=10, do_sample=False, past_key_values=cache), whole)
 
 
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 4}], ids=str)
+def test_guessed_tokens_and_prompts_in_pieces_change_no_token(options):
+    model = build(llama)
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6, 7]])  # repeats, so that guesses are made, and mostly taken back
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+    cache = enable(model, block_size=8).cache()
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=20, do_sample=False, past_key_values=cache, **options), expected
+    )
+    cache.store.check_invariants()
+
+
 def test_cropped_tokens_are_forgotten():
     model = build(llama)
     ids = torch.tensor(prompts_of(9))
@@ -298,11 +310,20 @@ def test_a_prompt_that_can_never_fit_is_refused_before_any_step():
     [
         ([[1], []], {"max_new_tokens": 4}, r"prompts\[1\] must hold at least one token"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ([1, 2], {"max_new_tokens": 4}, r"prompts\[0\] must be a sequence of token ids, got 1"),
+        ([[1, 2.5]], {"max_new_tokens": 4}, r"prompts\[0\] must be a sequence of token ids, got \[1, 2.5\]"),
     ],
 )
 def test_bad_prompts_are_refused_by_name(prompts, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         enable(build(llama), block_size=8).generator(compile=False).generate(prompts, **options)
+
+
+def test_prompts_may_be_tensors():
+    generator = enable(build(llama), block_size=8).generator(compile=False)
+    prompts = prompts_of(5, 9)
+    as_tensors = generator.generate([torch.tensor(p) for p in prompts], max_new_tokens=3)
+    assert as_tensors == generator.generate(prompts, max_new_tokens=3)
 
 
 def test_no_prompts_give_no_answers():
@@ -328,6 +349,36 @@ def test_a_callback_that_raises_leaves_no_sequence_behind():
     with pytest.raises(KeyboardInterrupt):
         generator.generate(prompts_of(5, 9), max_new_tokens=6, on_token=stop)
     assert generator.store.stats().num_sequences == 0
+
+
+def test_blocks_of_a_step_that_failed_are_never_found_again(monkeypatch):
+    """They count as computed before they are written."""
+    model = build(llama)
+    prompts = prompts_of(30)
+    expected = alone(model, prompts)
+    generator = enable(model, block_size=8).generator(compile=False)
+    with monkeypatch.context() as broken:
+        broken.setattr(model.model.layers[1].mlp, "forward", lambda x: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generator.generate(prompts, max_new_tokens=12)
+    assert generator.generate(prompts, max_new_tokens=12) == expected
+    assert generator.store.stats().hit_tokens == 0
+
+
+def test_reset_forgets_what_other_weights_computed():
+    model = build(llama)
+    prompts = prompts_of(30)
+    generator = enable(model, block_size=8).generator(compile=False)
+    before = generator.generate(prompts, max_new_tokens=12)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.neg_()
+    generator.reset()
+    after = generator.generate(prompts, max_new_tokens=12)
+    assert after != before
+    fresh = LlamaForCausalLM(model.config)
+    fresh.load_state_dict(model.state_dict())
+    fresh.set_attn_implementation("sdpa")
+    assert after == alone(fresh.eval(), prompts)
 
 
 def test_a_shared_beginning_is_computed_once_and_changes_no_token():
@@ -455,6 +506,14 @@ def test_a_model_that_paged_attention_cannot_express_is_refused_by_layer_and_fea
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotation_that_depends_on_the_batch_is_refused_for_ragged_batches(kind):
+    model = build(llama)
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ValueError, match=f"rope_type '{kind}' depends on the longest sequence"):
+        enable(model).generator(compile=False)
+
+
 def test_layers_of_different_shapes_are_refused():
     model = build(llama)
     model.model.layers[2].self_attn.head_dim = 8
@@ -503,6 +562,23 @@ class TestForeignCalls:
     def test_another_cache_is_refused(self, paged):
         with pytest.raises(ValueError, match="past_key_values must be a paged cache"):
             paged.model(self.ids, past_key_values=DynamicCache(config=paged.model.config))
+
+    def test_a_paged_cache_is_refused_by_a_model_that_is_not_enabled(self, paged):
+        with pytest.raises(ValueError, match=r"works with the model that it was made for"):
+            build(llama)(self.ids, past_key_values=paged.cache())
+
+    def test_a_paged_cache_and_a_generator_are_refused_once_the_model_has_other_attention(self):
+        model = build(llama)
+        paged = enable(model, block_size=8)
+        cache, generator = paged.cache(), paged.generator(compile=False)
+        model(self.ids, past_key_values=cache)
+        paged.disable()
+        with pytest.raises(ValueError, match="needs paged attention, got sdpa"):
+            model(self.ids[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="needs paged attention, got sdpa"):
+            generator.generate([[1, 2]], max_new_tokens=2)
+        enable(model, block_size=8)
+        model(self.ids[:, :1], past_key_values=cache)
 
     def test_padding_inside_a_row_is_refused(self, paged):
         mask = torch.tensor([[1, 0, 1], [1, 1, 1]])

@@ -276,7 +276,15 @@ def test_sigterm_ends_at_a_clean_point_and_saves(db):
     assert saved(db) is not None
 
 
-def test_a_compiler_killed_by_ctrl_c_is_not_stored_as_a_failure(db):
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as at a terminal: a process started in the background inherits SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_compiler_killed_by_ctrl_c_is_not_stored_as_a_failure(db, ctrl_c):
     bench = FakeBench(table())
     check = bench.check
 
@@ -291,7 +299,7 @@ def test_a_compiler_killed_by_ctrl_c_is_not_stored_as_a_failure(db):
     assert not [t for t in db.trials(spec=SPEC) if t.status is not Status.OK]
 
 
-def test_a_second_signal_acts_at_once():
+def test_a_second_signal_acts_at_once(ctrl_c):
     with StopSignal() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.requested

@@ -98,7 +98,8 @@ class PagedKVCache:
 
     def batch(self, seq_ids: Iterable[Hashable], *, query_lens: Sequence[int] | None = None) -> Batch:
         """The kernel inputs of a step that computes the tokens of `seq_ids` not yet computed, or the first
-        `query_lens[i]` of them. They count as computed from here on, so run the step or `truncate` them away.
+        `query_lens[i]` of them. They count as computed from here on, and full blocks can be
+        found: after a step that fails before it wrote them, make a new cache, since `truncate` leaves them findable.
 
         Raises KeyError for an unknown id, ValueError for no or repeated ids or a query length out of range, and,
         only after a fork of uncomputed tokens, OutOfBlocks; all before any change.

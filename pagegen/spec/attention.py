@@ -20,7 +20,8 @@ class AttentionSpec:
 
     `scale` defaults to 1/sqrt(head_dim), `v_head_dim` to `head_dim`. `window` counts keys, the query's own
     included. `score_mod` and `mask_mod` are names of registered modifiers. `shared_kv` is the MLA latent
-    cache: V is the first `v_head_dim` columns of K. dtypes may be given by name.
+    cache: V is the first `v_head_dim` columns of K. `kv_zero_points`: an integer cache holds one zero point a token
+    and head, value = (stored - zero) * scale. dtypes may be given by name.
     """
 
     num_q_heads: int
@@ -36,6 +37,7 @@ class AttentionSpec:
     alibi: bool = False
     sinks: bool = False
     kv_scale_granularity: str = "none"
+    kv_zero_points: bool = False
     shared_kv: bool = False
     score_mod: str | None = None
     mask_mod: str | None = None
@@ -58,7 +60,7 @@ class AttentionSpec:
             raise ValueError(f"logit_softcap must be positive, got {self.logit_softcap!r}")
         for name in ("score_mod", "mask_mod"):
             check.name_or_none(name, getattr(self, name))
-        for name in ("causal", "alibi", "sinks", "shared_kv", "batch_invariant"):
+        for name in ("causal", "alibi", "sinks", "kv_zero_points", "shared_kv", "batch_invariant"):
             check.boolean(name, getattr(self, name))
         check.one_of("kv_scale_granularity", self.kv_scale_granularity, SCALE_GRANULARITIES)
         v_head_dim = self.head_dim if self.v_head_dim is None else check.integer("v_head_dim", self.v_head_dim)
@@ -83,11 +85,10 @@ class AttentionSpec:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V one token of one layer takes, scales included."""
+        """Bytes of K and V one token of one layer takes, scales and zero points included."""
         columns = self.head_dim + (0 if self.shared_kv else self.v_head_dim)
-        scales = 0
-        if self.kv_scale_granularity == "token_head":
-            scales = 4 * (1 if self.shared_kv else 2)
+        floats = (self.kv_scale_granularity == "token_head") + self.kv_zero_points
+        scales = 4 * floats * (1 if self.shared_kv else 2)
         return math.ceil(self.num_kv_heads * (columns * bytes_per_element(self.kv_dtype) + scales))
 
     def replace(self, **changes: Any) -> AttentionSpec:

@@ -8,6 +8,11 @@ from typing import Any, ClassVar
 from pagegen.spec import check
 
 PAGE_WALKS = ("tile_in_page", "pages_in_tile", "any")
+HEAD_PIECES = ("padded", "split")
+DOTS = ("mma", "fma")
+LOADS = ("pointer", "descriptor")
+REDUCES = ("kernel", "last")
+SCHEDULES = ("grid", "balanced")
 PREFETCHES = (0, 1, 2, 4, 8)
 
 
@@ -34,11 +39,14 @@ class Variant:
     """A point of a kernel family's search space; a concrete value is a `TritonVariant` or a `CppVariant`."""
 
     family: ClassVar[str] = ""
+    rare: ClassVar[tuple[str, ...]] = ()
 
     @property
     def name(self) -> str:
-        """A short, readable, unique name: the family and every field ("triton:tile_rows=16,...")."""
-        return f"{self.family}:" + ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        """A readable, unique name: the family and every field ("triton:tile_rows=16,..."), less the rare ones that are
+        at their default."""
+        shown = [f.name for f in fields(self) if f.name not in self.rare or getattr(self, f.name) != f.default]
+        return f"{self.family}:" + ",".join(f"{name}={getattr(self, name)}" for name in shown)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready fields, the family included."""
@@ -63,7 +71,10 @@ class Variant:
         data: dict[str, Any] = {"family": family}
         for item in filter(None, body.split(",")):
             key, _, value = item.partition("=")
-            data[key] = int(value) if value.lstrip("-").isdigit() else value
+            if value in ("True", "False"):
+                data[key] = value == "True"
+            else:
+                data[key] = int(value) if value.lstrip("-").isdigit() else value
         return Variant.from_dict(data)
 
 
@@ -73,26 +84,62 @@ class TritonVariant(Variant):
 
     `tile_rows`: rows of the query tile, a row being one (query, head of the group) pair.
     `tile_kv`: keys a loop iteration reads. `page_walk`: how a tile finds its blocks (see the template).
-    `num_splits`: programs that share one sequence's keys; their partial states are merged by a second kernel.
+    `num_splits`: programs that share one sequence's keys, in equal parts; `split_tokens`, where not 0, makes parts of
+    that many keys instead, as many as the longest sequence needs. `reduce`: who merges their partial states, a second
+    "kernel" or the "last" of them to finish. `schedule`: "grid" gives each program one query tile and split,
+    "balanced" gives a fixed number of programs equal shares of all key tiles (stream-K, arXiv 2301.03598).
+    `head_pieces`: a head dim that is no power of two is "padded" to one, or "split" into the largest that fits and a
+    padded rest (192 = 128 + 64). `dot`: matrix instructions, or multiply-adds for a row or two. `loads`: by pointers,
+    or by tensor descriptors (TMA). `warp_specialize`: loads and arithmetic in warps of their own (sm_100).
     """
 
     family: ClassVar[str] = "triton"
+    rare: ClassVar[tuple[str, ...]] = (
+        "split_tokens", "reduce", "schedule", "head_pieces", "dot", "loads", "warp_specialize",
+    )  # fmt: skip
 
     tile_rows: int = 16
     tile_kv: int = 64
     page_walk: str = "any"
     num_splits: int = 1
+    split_tokens: int = 0
+    reduce: str = "kernel"
+    schedule: str = "grid"
+    head_pieces: str = "padded"
+    dot: str = "mma"
+    loads: str = "pointer"
+    warp_specialize: bool = False
     num_warps: int = 4
     num_stages: int = 2
 
     def __post_init__(self) -> None:
         # 16 rows and 16 keys: tl.dot needs M, N, K >= 16; the pad is free, decode is memory bound
-        _power_of_two("tile_rows", self.tile_rows, at_least=16, at_most=256)
+        _power_of_two("tile_rows", self.tile_rows, at_least=1 if self.dot == "fma" else 16, at_most=256)
         _power_of_two("tile_kv", self.tile_kv, at_least=16, at_most=512)
         check.one_of("page_walk", self.page_walk, PAGE_WALKS)
         check.integer("num_splits", self.num_splits)
+        check.integer("split_tokens", self.split_tokens, at_least=0)
+        if self.split_tokens % self.tile_kv:
+            raise ValueError(f"split_tokens must be a multiple of tile_kv {self.tile_kv}, got {self.split_tokens}")
+        if self.split_tokens and self.num_splits > 1:
+            raise ValueError(f"num_splits must be 1 where split_tokens divides the keys, got {self.num_splits}")
+        check.one_of("reduce", self.reduce, REDUCES)
+        check.one_of("schedule", self.schedule, SCHEDULES)
+        if self.schedule == "balanced" and (self.splits or self.reduce == "last"):
+            raise ValueError(f"schedule must be grid where keys are split or reduced otherwise, got {self.schedule}")
+        check.one_of("head_pieces", self.head_pieces, HEAD_PIECES)
+        check.one_of("dot", self.dot, DOTS)
+        check.one_of("loads", self.loads, LOADS)
+        if self.loads == "descriptor" and self.page_walk != "tile_in_page":
+            raise ValueError(f"page_walk must be tile_in_page for descriptor loads, got {self.page_walk}")
+        check.boolean("warp_specialize", self.warp_specialize)
         _power_of_two("num_warps", self.num_warps, at_least=1, at_most=16)
         check.integer("num_stages", self.num_stages)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a sequence's keys are divided among programs."""
+        return self.num_splits > 1 or self.split_tokens > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,13 @@ class AttentionCall:
     """The operands of one `paged_attention` call. Shapes as in `pagegen.paged_attention`; every tensor's last
     stride is 1, other strides are free. `query_start_loc` is None for decode (one query a sequence).
     `max_query_len` and `max_seq_len` are upper bounds known to the host. `out` [total_q, Hq, Dv] arrives
-    uninitialised for decode and zeroed otherwise; `lse` float32 [total_q, Hq] likewise (-inf), or None."""
+    uninitialised for decode and zeroed otherwise; `lse` float32 [total_q, Hq] likewise (-inf), or None.
+
+    A quantised cache has its meaning as dtype (float8_*, int8), or is uint8 where it packs int4. Scales and zero points
+    are float32 [num_blocks, block_size, Hkv] whatever their granularity (0 strides where they repeat), each there or
+    not as the spec says; values are (stored - zero) * scale. With `shared_kv`, `v_cache` is the first Dv columns of
+    `k_cache` (packed int4: the whole of it). `tree_mask` bool [total_q, max_query_len]. `captures` are the tensors that
+    the score function and then the mask function captured, in the order in which they were traced."""
 
     q: Tensor
     k_cache: Tensor
@@ -28,6 +34,12 @@ class AttentionCall:
     sinks: Tensor | None
     out: Tensor
     lse: Tensor | None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    k_zero: Tensor | None = None
+    v_zero: Tensor | None = None
+    tree_mask: Tensor | None = None
+    captures: tuple[Tensor, ...] = ()
 
 
 AttentionKernel = Callable[[AttentionCall], None]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ def reference_attention(
     tree_mask: Tensor | None = None,
     score_mod: str | modifiers.Modifier | None = None,
     mask_mod: str | modifiers.Modifier | None = None,
+    captures: Sequence[Tensor] | None = None,
     kv_dtype: str | torch.dtype | None = None,
     v_head_dim: int | None = None,
     batch_invariant: bool = False,
@@ -46,17 +49,18 @@ def reference_attention(
 
     Returns [total_q, Hq, Dv] in q's dtype and, with `return_lse`, float32 [total_q, Hq]. `max_query_len`,
     `max_seq_len`, `batch_invariant` and `variant` change no result and are ignored. Rows past
-    query_start_loc[-1] belong to no sequence: output 0, lse -inf.
+    query_start_loc[-1] belong to no sequence: output 0, lse -inf. `captures` are tensors for the modifiers to read
+    instead of those that they captured, the score function's first.
     """
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     v_dim = value_width(v_cache, v_head_dim, kv_dtype)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    change_score = modifiers.find(score_mod, "score")
-    change_mask = modifiers.find(mask_mod, "mask")
+    change_score, change_mask = _modifiers(score_mod, mask_mod, captures)
     result = torch.zeros(total_q, num_q_heads, v_dim, dtype=compute_dtype, device=q.device)
     lse = torch.full((total_q, num_q_heads), -math.inf, dtype=compute_dtype, device=q.device)
     starts = list(range(len(seq_lens) + 1)) if query_start_loc is None else query_start_loc.tolist()
+    batch = torch.arange(len(seq_lens), device=q.device)
     heads = torch.arange(num_q_heads, device=q.device)[:, None, None]
 
     for s, length in enumerate(seq_lens.tolist()):
@@ -80,7 +84,8 @@ def reference_attention(
         if alibi_slopes is not None:
             scores = scores + alibi_slopes.to(compute_dtype)[:, None, None] * (k_pos - q_pos)
         if change_score is not None:
-            scores = change_score(scores, s, heads, q_pos, k_pos).to(compute_dtype)
+            changed = change_score(scores, batch[s], heads, q_pos, k_pos)
+            scores = torch.as_tensor(changed, dtype=compute_dtype, device=q.device).broadcast_to(scores.shape)
         allowed = torch.ones(1, q_len, length, dtype=torch.bool, device=q.device)
         if causal:
             allowed = allowed & (k_pos <= q_pos)
@@ -89,7 +94,7 @@ def reference_attention(
         if tree_mask is not None:
             allowed = allowed & _tree(tree_mask[first:last], q_len, length)
         if change_mask is not None:
-            allowed = allowed & change_mask(s, heads, q_pos, k_pos)
+            allowed = allowed & change_mask(batch[s], heads, q_pos, k_pos)
         scores = scores.masked_fill(~allowed, -math.inf)
         seen = allowed.expand(num_q_heads, q_len, length).any(dim=0).any(dim=0)
         values = values.masked_fill(~seen[:, None, None], 0.0)  # 0 * NaN: what no query may see must not matter
@@ -101,6 +106,21 @@ def reference_attention(
     if out is not None:
         final = out.copy_(final)
     return (final, lse.to(torch.float32)) if return_lse else final
+
+
+def _modifiers(
+    score_mod: str | modifiers.Modifier | None,
+    mask_mod: str | modifiers.Modifier | None,
+    captures: Sequence[Tensor] | None,
+) -> list[Callable[..., Any] | None]:
+    """The score and the mask function over the tensors that they are to read."""
+    functions: list[Callable[..., Any] | None] = []
+    left = list(captures or ())
+    for modifier in (modifiers.find(score_mod, "score"), modifiers.find(mask_mod, "mask")):
+        count = len(modifier.captures) if modifier else 0
+        functions.append(modifier.over(left[:count] if captures else None) if modifier else None)
+        left = left[count:]
+    return functions
 
 
 def _attend(scores: Tensor, values: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Operators that write, move and merge: `write_kv`, `rope_write_kv`, `copy_blocks`, `merge_states`."""
+"""Operators that write, move and merge: `write_kv`, `rope_write_kv`, `update_scales`, `copy_blocks`, `merge_states`."""
 
 from __future__ import annotations
 
@@ -7,120 +7,166 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagegen.ops import checks, plans
+from pagegen.ops import cache_checks, checks, plans
 from pagegen.ops.schemas import LIBRARY
+from pagegen.spec.dtypes import INT4
+from pagegen.targets.cache_call import Rotation, WriteCall
+
+# The integers that a quantised cache can hold.
+_INTEGERS = {torch.int8: (-128, 127), INT4: (-8, 7)}
+# A zero point beyond 2^16 levels would itself be rounded by more than 1/256 of a level in float32.
+_FARTHEST_ZERO = 2.0**16
 
 
 def write_kv(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
+    kv_dtype: str | None = None,
 ) -> None:
     """`torch.ops.pagegen.write_kv`; see `pagegen.write_kv`."""
-    checks.write(k, v, k_cache, v_cache, slot_mapping)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        checks.scale(name, scale, k_cache)
-    if not len(k):
-        return
-    plain = k_cache.dtype in checks.FLOATS and k_scale is None and v_scale is None
-    if plain:
-        from pagegen import targets
-
-        writer = targets.write_kv(plans.target_of(k.device))
-        if writer is not None:
-            writer(k, v, k_cache, v_cache, slot_mapping)
-            return
-    _store(k, k_cache, slot_mapping, k_scale)
-    _store(v, v_cache, slot_mapping, v_scale)
-
-
-def _store(rows: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None) -> None:
-    """Writes [num_tokens, Hkv, D] rows to their slots, quantising for an 8-bit cache. A slot of -1 is skipped."""
-    block_size = cache.shape[1]
-    kept = slots >= 0
-    rows, slots = rows[kept], slots[kept]
-    block, offset = slots // block_size, slots % block_size
-    if scale is not None:
-        rows = rows.float() / _row_scale(scale, block, offset)
-    cache[block, offset] = _saturate(rows, cache.dtype)
-
-
-def _row_scale(scale: Tensor, block: Tensor, offset: Tensor) -> Tensor:
-    if scale.dim() == 3:
-        return scale[block, offset][..., None]
-    return scale[:, None] if scale.numel() > 1 else scale.reshape(())
-
-
-def _saturate(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts with saturation, rounding to nearest even; a plain cast of 1e4 to float8_e4m3fn would not saturate."""
-    if dtype in checks.FLOATS:
-        return rows.to(dtype)
-    if dtype == torch.int8:
-        return rows.float().round().clamp(-128, 127).to(dtype)
-    limit = torch.finfo(dtype).max
-    return rows.float().clamp(-limit, limit).to(dtype)
+    stored = cache_checks.write(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
+    call = WriteCall(k, v, k_cache, v_cache, slot_mapping, stored)
+    _quantise(call, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
+    _write(call)
 
 
 def rope_write_kv(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     positions: Tensor,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
+    kv_dtype: str | None = None,
 ) -> Tensor:
     """`torch.ops.pagegen.rope_write_kv`; see `pagegen.rope_write_kv`."""
-    checks.write(k, v, k_cache, v_cache, slot_mapping)
-    checks.rope(q, k, positions, cos, sin)
-    rotated = _rotate(q, positions, cos, sin, interleaved)
-    write_kv(
-        _rotate(k, positions, cos, sin, interleaved), v, k_cache, v_cache, slot_mapping,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    stored = cache_checks.write(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
+    cache_checks.rope(q, k, positions, cos, sin)
+    rotated = q.new_empty(q.shape)
+    rotation = Rotation(q, rotated, positions, cos, sin, interleaved)
+    call = WriteCall(k, v, k_cache, v_cache, slot_mapping, stored, rotation=rotation)
+    _quantise(call, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
+    _write(call)
     return rotated
 
 
-def _rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates the first 2 * cos.shape[1] columns of [num_tokens, heads, D] by the angles of `positions`
-    (RoFormer, arXiv 2104.09864): pairs (i, i + half), or (2i, 2i + 1) when interleaved."""
-    half = cos.shape[1]
-    angle_cos, angle_sin = cos[positions].float()[:, None], sin[positions].float()[:, None]
-    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-    else:
-        first, second = turned[..., :half], turned[..., half:]
-    a = first * angle_cos - second * angle_sin
-    b = second * angle_cos + first * angle_sin
-    turned = torch.stack([a, b], dim=-1).flatten(-2) if interleaved else torch.cat([a, b], dim=-1)
-    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+def _quantise(call: WriteCall, kv_dtype: str | None, **given: Tensor | None) -> None:
+    """Checks scales and zero points by name and puts them into the call."""
+    cache_checks.quantisation(call.k_cache, call.v_cache, kv_dtype, given)
+    call.k_scale, call.v_scale = _pair(given["k_scale"], given["v_scale"], 1.0, call)
+    call.k_zero, call.v_zero = _pair(given["k_zero"], given["v_zero"], 0.0, call)
 
 
-def copy_blocks(k_cache: Tensor, v_cache: Tensor, pairs: Tensor) -> None:
+def _pair(
+    for_k: Tensor | None, for_v: Tensor | None, neutral: float, call: WriteCall
+) -> tuple[Tensor | None, Tensor | None]:
+    """K's and V's as float32 [num_blocks, block_size, Hkv]; where only one is given, the other one is `neutral`."""
+    if for_k is None and for_v is None:
+        return None, None
+    pair = []
+    for value, rows in ((for_k, call.k), (for_v, call.v)):
+        if value is None and rows is not None:
+            value = torch.full((), neutral, dtype=torch.float32, device=rows.device)
+        pair.append(None if value is None else value.to(torch.float32).expand(call.k_cache.shape[:3]))
+    return pair[0], pair[1]
+
+
+def _write(call: WriteCall) -> None:
+    if len(call.k):
+        from pagegen import targets
+
+        targets.cache_writer(plans.target_of(call.k.device))(call)
+
+
+def update_scales(
+    k: Tensor,
+    v: Tensor | None,
+    slot_mapping: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor | None,
+    *,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
+    kv_dtype: str,
+) -> None:
+    """`torch.ops.pagegen.update_scales`; see `pagegen.update_scales`."""
+    stored = cache_checks.scale_update(k, v, slot_mapping, k_scale, v_scale, k_zero, v_zero, kv_dtype)
+    if not len(k):
+        return
+    for rows, scale, zero in ((k, k_scale, k_zero), (v, v_scale, v_zero)):
+        if rows is None or scale is None:
+            continue
+        if zero is None:
+            _assign(scale, slot_mapping, _symmetric(rows, stored))
+        else:
+            new_scale, new_zero = _asymmetric(rows, stored)
+            _assign(scale, slot_mapping, new_scale)
+            _assign(zero, slot_mapping, new_zero)
+
+
+def _symmetric(rows: Tensor, stored: torch.dtype) -> Tensor:
+    """Scales [num_tokens, Hkv] that map each row's largest magnitude to the largest value of `stored`."""
+    top = _INTEGERS[stored][1] if stored in _INTEGERS else torch.finfo(stored).max
+    values = rows.float()
+    return _usable(values.abs().masked_fill(~values.isfinite(), 0.0).amax(dim=-1) / top)
+
+
+def _asymmetric(rows: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scales and zero points [num_tokens, Hkv] that map each row's least and largest value to the ends of `stored`."""
+    first, last = _INTEGERS[stored]
+    values = rows.float()
+    ignored = ~values.isfinite()
+    low, high = (
+        values.masked_fill(ignored, torch.inf).amin(dim=-1),
+        values.masked_fill(ignored, -torch.inf).amax(dim=-1),
+    )
+    nothing = low > high
+    low, high = low.masked_fill(nothing, 0.0), high.masked_fill(nothing, 0.0)
+    levels = last - first
+    scale = high / levels - low / levels  # their difference could overflow
+    scale = _usable(torch.maximum(scale, torch.maximum(low.abs(), high.abs()) / _FARTHEST_ZERO))
+    return scale, first - low / scale
+
+
+def _usable(scale: Tensor) -> Tensor:
+    """1 in place of scales too small to divide by: those of rows that are 0, or as good as."""
+    return scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0)
+
+
+def _assign(target: Tensor, slots: Tensor, values: Tensor) -> None:
+    """target[slot] = values [num_tokens, Hkv] for slots that are not negative, without a look at the device: a CUDA
+    graph can capture it. A token to skip repeats another one's assignment; if all are, slot 0 keeps its value."""
+    kept = slots >= 0
+    token = torch.where(kept, torch.arange(len(slots), device=slots.device), kept.int().argmax())
+    chosen, some = slots[token].clamp(min=0), kept.any()
+    block, place = chosen // target.shape[1], chosen % target.shape[1]
+    target[block, place] = torch.where(some, values[token], target[block, place])
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor) -> None:
     """`torch.ops.pagegen.copy_blocks`; see `pagegen.copy_blocks`."""
-    checks.copies(k_cache, v_cache, pairs)
-    if not len(pairs):
-        return
-    from pagegen import targets
+    cache_checks.copies(k_cache, v_cache, pairs)
+    if len(pairs):
+        from pagegen import targets
 
-    copier = targets.copy_blocks(plans.target_of(k_cache.device))
-    if copier is not None and k_cache.dtype in checks.FLOATS:
-        copier(k_cache, v_cache, pairs)
-        return
-    for cache in (k_cache, v_cache):
-        cache[pairs[:, 1]] = cache[pairs[:, 0]]
+        targets.block_copier(plans.target_of(k_cache.device))(k_cache, v_cache, pairs)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,6 +188,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 _IMPLEMENTATIONS: dict[str, Any] = {
     "write_kv": write_kv,
     "rope_write_kv": rope_write_kv,
+    "update_scales": update_scales,
     "copy_blocks": copy_blocks,
     "merge_states": merge_states,
 }

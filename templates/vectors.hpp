@@ -3,8 +3,6 @@
 //   AVX-512 (F, BW, DQ, VL)   W = 16, with a bf16 dot product where the CPU has one (AVX512_BF16)
 //   AVX2 + FMA + F16C         W = 8
 //   anything else             W = 4, by the compiler's own vector types: no intrinsics, any CPU
-//
-// A "word" is 32 bits of a contraction: one float32, or two neighbouring bf16 values (see `Math`).
 #pragma once
 
 #include <cmath>
@@ -16,6 +14,12 @@
 #define PAGEGEN_AVX512 1
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define PAGEGEN_AVX2 1
+#endif
+#if defined(PAGEGEN_AVX512) && defined(__AVX512BF16__)
+#define PAGEGEN_BF16 1
+#if defined(__AVX512VBMI__)
+#define PAGEGEN_NARROW_BF16 1 // bytes become bf16 by tables
+#endif
 #endif
 #if defined(PAGEGEN_AVX512) || defined(PAGEGEN_AVX2)
 #include <immintrin.h>
@@ -124,7 +128,7 @@ PAGEGEN_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
 
 PAGEGEN_INLINE void store_float(float* p, vf x) { store(p, x); }
 PAGEGEN_INLINE void store_float(bf16* p, vf x) { // to nearest even; NaN stays NaN
-#if defined(PAGEGEN_AVX512) && defined(__AVX512BF16__)
+#if defined(PAGEGEN_BF16)
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
   typedef uint32_t vu __attribute__((vector_size(4 * W)));
@@ -133,17 +137,6 @@ PAGEGEN_INLINE void store_float(bf16* p, vf x) { // to nearest even; NaN stays N
   const vi bits = x == x ? (vi)rounded : splat((int32_t)0x7fc0);
   *(vh_any*)p = __builtin_convertvector(bits, vh_any);
 #endif
-}
-
-// the first N elements (N <= W) as float32, the other lanes 0; nothing past them is touched
-template <int N, class T> PAGEGEN_INLINE vf load_float_n(const T* p) {
-  if constexpr (N == W) {
-    return load_float(p);
-  } else {
-    alignas(64) T whole[W] = {};
-    std::memcpy(whole, p, N * sizeof(T));
-    return load_float(whole);
-  }
 }
 
 // ---- across lanes ---------------------------------------------------------------------------------------
@@ -288,67 +281,6 @@ PAGEGEN_INLINE vf tanh(vf x) {
   const vf signed_far = as_float(as_int(far) | (as_int(x) & (int32_t)0x80000000));
   return select(size < 0.6f, near, signed_far);
 }
-
-// ---- the two kinds of dot product -----------------------------------------------------------------------
-
-// float32 throughout: a word is one element, converted when loaded.
-template <class Q, class KV> struct Math {
-  using Word = float;
-  using VWord = vf;
-  static constexpr int step = 1;          // elements of the contraction in a word
-  static constexpr int value_vectors = 1; // vectors of words that one load of V gives
-  using Weight = float;                   // how a softmax weight is kept
-
-  static PAGEGEN_INLINE VWord broadcast(Word x) { return splat(x); }
-  static PAGEGEN_INLINE VWord load_words(const Word* p) { return load(p); }
-  static PAGEGEN_INLINE vf dot(vf sum, VWord a, VWord b) { return fma(a, b, sum); }
-  static PAGEGEN_INLINE vi bits(VWord x) { return as_int(x); }
-  static PAGEGEN_INLINE void store_words(Word* p, VWord x) { store(p, x); }
-  // N elements of a row (N <= W), the other lanes 0
-  template <int N, class T> static PAGEGEN_INLINE VWord load_row(const T* p) { return load_float_n<N>(p); }
-  // N columns of one value row
-  template <int N> static PAGEGEN_INLINE void load_values(const KV* const* row, int column, VWord* out) {
-    out[0] = load_float_n<N>(row[0] + column);
-  }
-  static PAGEGEN_INLINE void natural_order(vf*) {}
-};
-
-#if defined(PAGEGEN_AVX512) && defined(__AVX512BF16__)
-// vdpbf16ps: a word is a pair of bf16, products are summed in float32. Values are contracted over pairs of
-// tokens, so their columns are interleaved and come out permuted inside each 32: see `natural_order`.
-template <> struct Math<bf16, bf16> {
-  using Word = int32_t;
-  using VWord = vi;
-  static constexpr int step = 2;
-  static constexpr int value_vectors = 2;
-  using Weight = bf16;
-
-  static PAGEGEN_INLINE VWord broadcast(Word x) { return (vi)_mm512_set1_epi32(x); }
-  static PAGEGEN_INLINE VWord load_words(const Word* p) { return load(p); }
-  static PAGEGEN_INLINE vf dot(vf sum, VWord a, VWord b) {
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-  }
-  static PAGEGEN_INLINE vi bits(VWord x) { return x; }
-  static PAGEGEN_INLINE void store_words(Word* p, VWord x) { store(p, x); }
-  template <int N, class T> static PAGEGEN_INLINE VWord load_row(const T* p) {
-    static_assert(std::is_same_v<T, bf16>);
-    if constexpr (N == 2 * W) return (vi)_mm512_loadu_si512(p);
-    return (vi)_mm512_maskz_loadu_epi16((__mmask32)((1ull << N) - 1), p);
-  }
-  template <int N> static PAGEGEN_INLINE void load_values(const bf16* const* row, int column, VWord* out) {
-    const __m512i a = (__m512i)load_row<N>(row[0] + column), b = (__m512i)load_row<N>(row[1] + column);
-    out[0] = (vi)_mm512_unpacklo_epi16(a, b);
-    out[1] = (vi)_mm512_unpackhi_epi16(a, b);
-  }
-  // undoes the interleaving: of every 8 columns, x[0] holds the first four and x[1] the last four
-  static PAGEGEN_INLINE void natural_order(vf* x) {
-    const __m512 a = (__m512)x[0], b = (__m512)x[1];
-    const __m512 first = _mm512_shuffle_f32x4(a, b, 0x44), second = _mm512_shuffle_f32x4(a, b, 0xee);
-    x[0] = (vf)_mm512_shuffle_f32x4(first, first, 0xd8);
-    x[1] = (vf)_mm512_shuffle_f32x4(second, second, 0xd8);
-  }
-};
-#endif
 
 } // namespace
 } // namespace pagegen

@@ -7,16 +7,23 @@ import hashlib
 import re
 
 from pagegen import __version__, paths
+from pagegen.codegen import cpp_modifiers
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, dtype_name
 
 ATTENTION = "attention.hpp"
 CACHE_OPS = "cache_ops.hpp"
-VECTORS = "vectors.hpp"
+# Every C++ template: what the hash is over.
+TEMPLATES = (
+    ATTENTION, "softmax.hpp", "tiles.hpp", "plan.hpp", "products.hpp", "narrow.hpp", "call.hpp", "vectors.hpp",
+    CACHE_OPS,
+)  # fmt: skip
 # KV heads that one work item of decode reads in turn where they lie side by side in a block (NHD): a token's
 # heads share lines' neighbourhoods and pages. 8 against 1 was worth 1.1x; in HND order it was worth nothing.
 HEADS_TOGETHER = 8
 # Positions are 32-bit integers in the template; nothing is this far from anything.
 _FAR = 2**30
+# A scale of the whole tensor is the same one for each head.
+_SCALES = {"none": "none", "tensor": "head", "head": "head", "token_head": "token"}
 
 
 def bindings(spec: AttentionSpec, layout: CacheLayout, variant: CppVariant) -> dict[str, str]:
@@ -30,11 +37,15 @@ def bindings(spec: AttentionSpec, layout: CacheLayout, variant: CppVariant) -> d
         "head_dim": str(spec.head_dim),
         "v_head_dim": str(spec.v_head_dim),
         "block_size": str(layout.block_size),
+        "shared_kv": _boolean(spec.shared_kv),
+        "kv_scales": f"Scales::{_SCALES[spec.kv_scale_granularity]}",
+        "zero_points": _boolean(spec.kv_zero_points),
         "causal": _boolean(spec.causal),
         "window": str(min(spec.window or 0, _FAR)),
         "logit_softcap": f"{spec.logit_softcap or 0.0!r}f",
         "alibi": _boolean(spec.alibi),
         "sinks": _boolean(spec.sinks),
+        **{name: _boolean(value) for name, value in cpp_modifiers.flags(spec).items()},
         "tile_kv": str(variant.tile_kv),
         "streams": str(variant.streams),
         "prefetch_tiles": str(variant.prefetch_tiles),
@@ -50,9 +61,10 @@ def _boolean(value: bool) -> str:
 def render_attention(spec: AttentionSpec, layout: CacheLayout, variant: CppVariant) -> str:
     """The specialised source of one attention kernel: a single file that a C++20 compiler takes as it is.
 
-    Raises ValueError when the template does not hold exactly the constants that are to be bound.
+    Raises ValueError when the template does not hold exactly the constants that are to be bound, and Untraceable for
+    a score or mask function that has no expression (see `unsupported` of the target).
     """
-    body = bind(_inlined(ATTENTION), bindings(spec, layout, variant))
+    body = cpp_modifiers.write(bind(_inlined(ATTENTION), bindings(spec, layout, variant)), spec)
     values = "" if spec.head_dim == spec.v_head_dim else f"/{spec.v_head_dim}"
     return (
         _header(
@@ -94,9 +106,17 @@ def _header(template: str, *lines: str) -> str:
 
 
 def _inlined(name: str) -> str:
-    """A template with the vectors' text in place of its include."""
-    text = _template(name).replace(f'#include "{VECTORS}"\n', _template(VECTORS))
-    return text.replace("#pragma once\n", "")
+    """A template with the others' text in place of its includes, each once."""
+    seen: set[str] = set()
+
+    def text(name: str) -> str:
+        seen.add(name)
+        return re.sub(r'#include "(\w+\.hpp)"\n', included, _template(name).replace("#pragma once\n", ""))
+
+    def included(match: re.Match[str]) -> str:
+        return "" if match[1] in seen else text(match[1])
+
+    return text(name)
 
 
 @functools.cache
@@ -107,5 +127,5 @@ def _template(name: str) -> str:
 @functools.cache
 def template_hash() -> str:
     """sha256 over the C++ templates' text."""
-    text = "".join(f"{name}\0{_template(name)}\0" for name in (ATTENTION, CACHE_OPS, VECTORS))
+    text = "".join(f"{name}\0{_template(name)}\0" for name in TEMPLATES)
     return hashlib.sha256(text.encode()).hexdigest()

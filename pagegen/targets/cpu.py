@@ -10,18 +10,18 @@ import threading
 import torch
 from torch import Tensor
 
-from pagegen.codegen import cpp
-from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, dtype_name
-from pagegen.spec.dtypes import QUERY_DTYPES
+from pagegen.codegen import cpp, cpp_modifiers
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device
+from pagegen.spec.dtypes import bytes_per_element
 from pagegen.targets import cpp_build
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.errors import CompileError
 
-# The structs of templates/attention.hpp and templates/cache_ops.hpp: pointers, 64-bit integers, then a double.
-_ATTENTION_ARGS = struct.Struct("@11Q15qd")
-_WRITE_ARGS = struct.Struct("@5Q18q")
-_COPY_ARGS = struct.Struct("@3Q13q")
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# The structs of templates/call.hpp: pointers, 64-bit integers, the factors of K and V, then a double.
+_ATTENTION_ARGS = struct.Struct("@13Q16q" + "Q3q" * 4 + "d")
+_CAPTURE = struct.Struct("@Q6q")
+_NO_FACTORS = (0,) * 8
+_MAX_RANK = 3  # of a captured tensor
 
 
 class _Workspaces(threading.local):
@@ -51,35 +51,46 @@ class CpuAttention:
         self._function = library.pagegen_attention
         self._function.argtypes = [ctypes.c_char_p]
         self._function.restype = ctypes.c_int64
+        packed = bytes_per_element(spec.kv_dtype) < 1
         self._expected = (
             (spec.num_q_heads, spec.head_dim),
-            (layout.block_size, spec.num_kv_heads, spec.head_dim),
-            spec.v_head_dim,
+            (layout.block_size, spec.num_kv_heads, spec.head_dim // (2 if packed else 1)),
+            (spec.head_dim if packed and spec.shared_kv else spec.v_head_dim) // (2 if packed else 1),
             spec.q_dtype,
-            spec.kv_dtype,
+            torch.uint8 if packed else spec.kv_dtype,
             spec.alibi,
             spec.sinks,
+            *(spec.kv_scale_granularity != "none",) * 2,
+            *(spec.kv_zero_points,) * 2,
+            tuple((capture.dtype, capture.rank) for _, m in cpp_modifiers.modifiers_of(spec) for capture in m.captures),
         )
 
     def __call__(self, call: AttentionCall) -> None:
         q, k, v, out, lse = call.q, call.k_cache, call.v_cache, call.out, call.lse
-        slopes, sinks, starts = call.alibi_slopes, call.sinks, call.query_start_loc
-        given = (q.shape[1:], k.shape[1:], v.shape[3], q.dtype, k.dtype, slopes is not None, sinks is not None)
+        given = (
+            q.shape[1:], k.shape[1:], v.shape[3], q.dtype, k.dtype, call.alibi_slopes is not None,
+            call.sinks is not None, call.k_scale is not None, call.v_scale is not None, call.k_zero is not None,
+            call.v_zero is not None,
+            tuple((capture.dtype, capture.dim()) for capture in call.captures) if call.captures else (),
+        )  # fmt: skip
         if given != self._expected:
             raise ValueError(
                 f"the call must match the kernel's (q, k_cache, v_head_dim, ...) {self._expected}, got {given}"
             )
+        captures = _packed_captures(call.captures)  # kept until the call is over
         pointers = (
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
             call.block_table.data_ptr(),
             call.seq_lens.data_ptr(),
-            0 if starts is None else starts.data_ptr(),
-            0 if slopes is None else slopes.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
+            _address(call.query_start_loc),
+            _address(call.alibi_slopes),
+            _address(call.sinks),
+            _address(call.tree_mask),
+            _address(captures),
             out.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
+            _address(lse),
         )
         sizes = (
             *q.stride()[:2],
@@ -88,14 +99,39 @@ class CpuAttention:
             *k.stride()[:3],
             *v.stride()[:3],
             call.block_table.stride(0),
+            0 if call.tree_mask is None else call.tree_mask.stride(0),
             call.seq_lens.shape[0],
             torch.get_num_threads(),
+            *_factors(call.k_scale, call.v_scale),
+            *_factors(call.k_zero, call.v_zero),
         )
         space = _workspaces
         needed = self._function(_ATTENTION_ARGS.pack(*pointers, space.address, space.size, *sizes, call.scale))
         if needed:
             space.grow(needed)
             self._function(_ATTENTION_ARGS.pack(*pointers, space.address, space.size, *sizes, call.scale))
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _factors(k: Tensor | None, v: Tensor | None) -> tuple[int, ...]:
+    """Two structs pagegen_factors: scales or zero points [num_blocks, block_size, Hkv] of K and of V."""
+    if k is None or v is None:
+        return _NO_FACTORS
+    return (k.data_ptr(), *k.stride(), v.data_ptr(), *v.stride())
+
+
+def _packed_captures(captures: tuple[Tensor, ...]) -> Tensor | None:
+    """An array of struct pagegen_capture: where a captured tensor lies, its sizes and strides."""
+    if not captures:
+        return None
+    packed = bytearray()
+    for tensor in captures:
+        rest = (0,) * (_MAX_RANK - tensor.dim())
+        packed += _CAPTURE.pack(tensor.data_ptr(), *tensor.shape, *rest, *tensor.stride(), *rest)
+    return torch.frombuffer(packed, dtype=torch.uint8)
 
 
 def load_attention(
@@ -112,14 +148,11 @@ def load_attention(
 
 def unsupported(spec: AttentionSpec) -> str | None:
     """Why the C++ templates do not serve `spec` here (a sentence), or None when they do."""
-    if spec.kv_dtype not in QUERY_DTYPES:
-        return f"the C++ templates read float caches, not {dtype_name(spec.kv_dtype)}"
-    if spec.kv_scale_granularity != "none":
-        return "the C++ templates read caches without scales"
-    if spec.shared_kv:
-        return "the C++ templates read separate K and V, not a shared latent cache"
-    if spec.score_mod or spec.mask_mod:
-        return "the C++ templates take no score or mask functions"
+    if bytes_per_element(spec.kv_dtype) < 1 and (spec.head_dim % 2 or spec.v_head_dim % 2):
+        return f"int4 packs two values a byte: head dims must be even, not {spec.head_dim} and {spec.v_head_dim}"
+    reason = cpp_modifiers.untraceable(spec)
+    if reason is not None:
+        return reason
     if abs(spec.scale) > 1e30:
         return f"the C++ templates take a scale of at most 1e30 (float32), not {spec.scale}"
     if spec.logit_softcap is not None and not 1e-30 <= spec.logit_softcap <= 1e30:
@@ -178,58 +211,9 @@ def compiler() -> str | None:
     return None if isinstance(toolchain, CompileError) else toolchain[1]
 
 
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The compiled cache operations. Raises CompileError where no compiler works."""
     toolchain = _toolchain()
     if isinstance(toolchain, CompileError):
         raise toolchain
     return toolchain[0]
-
-
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Stores [num_tokens, Hkv, D] keys and values at their slots (block * block_size + place); a negative slot is
-    skipped. Float tensors and caches of any strides with a unit last one; a cache of another dtype gets rounded
-    values. Raises CompileError where no compiler works."""
-    args = _WRITE_ARGS.pack(
-        k.data_ptr(),
-        v.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        k.shape[0],
-        *k_cache.shape[2:],
-        v_cache.shape[3],
-        k_cache.shape[1],
-        _DTYPE_CODES[k.dtype],
-        _DTYPE_CODES[k_cache.dtype],
-        torch.get_num_threads(),
-    )
-    _library().pagegen_write_kv(args)
-
-
-def copy_blocks(k_cache: Tensor, v_cache: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks of both caches: `pairs` int64 [num_pairs, 2] of (source, target), as if all sources were
-    read before any target is written. Raises CompileError where no compiler works."""
-    pairs = pairs.contiguous()
-    if torch.isin(pairs[:, 1], pairs[:, 0]).any():
-        # a chain: copy the sources aside first; copy-on-write never makes one, since its targets are new blocks
-        for cache in (k_cache, v_cache):
-            cache[pairs[:, 1]] = cache[pairs[:, 0]]
-        return
-    args = _COPY_ARGS.pack(
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        pairs.data_ptr(),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        pairs.shape[0],
-        *k_cache.shape[2:],
-        v_cache.shape[3],
-        k_cache.shape[1],
-        k_cache.element_size(),
-        torch.get_num_threads(),
-    )
-    _library().pagegen_copy_blocks(args)

@@ -8,60 +8,28 @@ import mmap
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from batches import ORDERS, Batch, compare, make_batch
+from batches import compare, make_batch
+from cpu_cases import (
+    DECODE,
+    HASWELL,
+    PORTABLE,
+    RAGGED,
+    SHORT,
+    Case,
+    check,
+    prebuild,
+    run,
+    same_bits,
+)
 
-from pagegen.codegen import cpp
 from pagegen.reference import reference_attention
-from pagegen.spec import AttentionSpec, CacheLayout, CppVariant
-from pagegen.targets import cpp_build, cpu
-from pagegen.targets.call import AttentionKernel
-
-SHORT = CppVariant(tile_kv=16, streams=2, prefetch_tiles=4, split_tokens=64)
-LONG = CppVariant(tile_kv=64, streams=4, prefetch_tiles=1, split_tokens=128)
-DECODE = [(0, 1), (1, 1), (37, 1), (300, 1), (64, 1), (129, 1)]
-RAGGED = [(70, 70), (0, 0), (33, 1), (200, 17), (5, 5), (310, 2), (129, 64)]
-HASWELL = ("-march=haswell",)
-PORTABLE = ("-march=x86-64",)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One compiled kernel. `fields` are those of AttentionSpec; heads are `kv_heads` times `group`."""
-
-    name: str
-    group: int
-    head_dim: int
-    block_size: int
-    order: str = "NHD"
-    dtype: str = "bfloat16"
-    kv_heads: int = 2
-    variant: CppVariant = LONG
-    machine: tuple[str, ...] = cpp_build.NATIVE
-    fields: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def spec(self) -> AttentionSpec:
-        return AttentionSpec(
-            num_q_heads=self.kv_heads * self.group, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
-            q_dtype=self.dtype, **self.fields,
-        )  # fmt: skip
-
-    @property
-    def layout(self) -> CacheLayout:
-        return CacheLayout(block_size=self.block_size, order=ORDERS[self.order])
-
-    def load(self) -> AttentionKernel:
-        return cpu.load_attention(self.spec, self.layout, self.variant, machine=self.machine)
-
-    def batch(self, sequences: list[tuple[int, int]], **options: Any) -> Batch:
-        return make_batch(self.spec, sequences, block_size=self.block_size, order=self.order, **options)
+from pagegen.spec import CacheLayout, CppVariant
+from pagegen.targets import cpu
 
 
 def portable_cases(name: str, machine: tuple[str, ...]) -> list[Case]:
@@ -86,6 +54,12 @@ CASES = [
     Case("latent-shape", 16, 576, 64, kv_heads=1, fields={"v_head_dim": 512}),
     Case("group-48", 48, 64, 16, kv_heads=1),
     Case("group-71", 71, 64, 8, kv_heads=1),
+    Case("group-128", 128, 32, 16, kv_heads=1),
+    Case("group-29", 29, 112, 272, "HND", kv_heads=1),
+    Case("group-6", 6, 160, 784, kv_heads=1),
+    Case("group-9", 9, 224, 544, "packed", "float16", kv_heads=1),
+    Case("group-5", 5, 192, 1056, "HND"),
+    Case("group-12", 12, 80, 2048, dtype="float32", kv_heads=1),
     Case("block-528", 2, 56, 528, "pool"),
     Case("narrow-values", 4, 192, 16, "packed", fields={"v_head_dim": 128}),
     Case("tiny-head", 2, 5, 3, "pool", fields={"v_head_dim": 7}),
@@ -118,34 +92,9 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Compiles whatever is not in the cache yet, two at a time."""
-    if cpu.compiler() is None:
-        pytest.skip(cpu.unsupported(CASES[0].spec) or "no compiler")
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda case: cpp_build.build(source(case), case.name, machine=case.machine), CASES))
-
-
-def source(case: Case) -> str:
-    return cpp.render_attention(case.spec, case.layout, case.variant)
-
-
-def run(kernel: AttentionKernel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    call = batch.call()
-    kernel(call)
-    assert call.lse is not None
-    return call.out, call.lse
-
-
-def check(kernel: AttentionKernel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = run(kernel, batch)
-    compare(out, lse, *batch.expected(), batch.spec.q_dtype)
-    return out, lse
-
-
-def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    prebuild(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -235,14 +184,8 @@ def test_window_counts_the_query_itself(context: int) -> None:
 def test_blocks_that_have_left_the_window_are_never_touched(queries: int) -> None:
     case = BY_NAME["window-100"]
     batch = case.batch([(1000, queries), (500, queries)])
-    expected = batch.expected()
-    for s, (length, count) in enumerate(batch.sequences):
-        left = (length - count + 1 - 100) // case.block_size  # whole blocks before the first query's window
-        batch.k_cache[batch.block_table[s, :left].long()] = math.nan
-        batch.v_cache[batch.block_table[s, :left].long()] = math.nan
-        batch.block_table[s, :left] = -(2**30)
-    out, lse = run(case.load(), batch)
-    compare(out, lse, *expected, case.spec.q_dtype)
+    out, lse = run(case.load(), batch.poisoned_outside())
+    compare(out, lse, *batch.expected(), case.spec.q_dtype)
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 30.0, 1e8, 1e15])
@@ -281,29 +224,6 @@ def test_nan_in_a_live_slot_reaches_its_own_sequence_only() -> None:
     assert torch.equal(out[0], clean[0])
     assert out[1, : case.group, 5].isnan().all()
     assert out[1, case.group : 2 * case.group].isnan().all()
-
-
-def test_blocks_past_two_billion_elements_are_found() -> None:
-    case = BY_NAME["smollm"]
-    batch = case.batch([(50, 1), (33, 4)])
-    heads, dim = case.kv_heads, case.head_dim
-    per_block = case.block_size * heads * dim
-    num_blocks = 2**31 // per_block + batch.k_cache.shape[0]
-    last = num_blocks - batch.k_cache.shape[0]
-    expected = run(case.load(), batch)
-    far = []
-    for cache in (batch.k_cache, batch.v_cache):
-        # memory that nothing touches costs nothing
-        wide = torch.empty(num_blocks, heads, case.block_size, dim, dtype=torch.bfloat16).transpose(1, 2)
-        wide[last:] = cache
-        far.append(wide)
-    used = (batch.block_table >= 0) & (batch.block_table < batch.k_cache.shape[0])
-    batch.block_table[used] += last
-    call = batch.call()
-    call.k_cache, call.v_cache = far
-    case.load()(call)
-    assert call.lse is not None
-    assert same_bits(expected, (call.out, call.lse))
 
 
 def at_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -387,21 +307,6 @@ def test_default_variant_serves_both_kinds_of_batch(decode: bool, order: str) ->
     kernel = cpu.load_attention(spec, layout, cpu.default_variant(spec, layout, decode=decode))
     for sequences in (DECODE, RAGGED):
         check(kernel, make_batch(spec, sequences, block_size=16, order=order))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"kv_dtype": "int8"}, "float caches"),
-        ({"shared_kv": True}, "shared latent cache"),
-        ({"score_mod": "some"}, "score or mask functions"),
-        ({"kv_scale_granularity": "head"}, "without scales"),
-        ({"logit_softcap": 1e300}, "logit_softcap"),
-    ],
-)
-def test_unsupported_says_why(change: dict[str, Any], reason: str) -> None:
-    assert reason in (cpu.unsupported(BY_NAME["llama"].spec.replace(**change)) or "")
-    assert cpu.unsupported(BY_NAME["llama"].spec.replace(batch_invariant=True)) is None
 
 
 def test_reference_itself_ignores_the_poison() -> None:

@@ -1,0 +1,137 @@
+// Where the tokens of a tile lie, which of them may be read, and the factors that dequantise them.
+#pragma once
+
+#include "plan.hpp"
+
+namespace pagegen {
+namespace {
+
+template <class C> struct Tiles : Plan<C> {
+  using Base = Plan<C>;
+  using typename Base::Args;
+  using typename Base::KV;
+  using Base::D, Base::DV, Base::FACTORS, Base::G, Base::RUN, Base::RUNS, Base::STREAM, Base::TILE;
+  using Base::TOKEN_SCALES, Base::ZEROS;
+
+  // The tokens of a tile that some row of the item attends; the others may be anything.
+  struct Live {
+    int32_t begin, end; // within the tile
+    bool some[C::mask_range ? TILE : 1];
+
+    PAGEGEN_INLINE bool operator()(int t) const { return t >= begin && t < end && (!C::mask_range || some[t]); }
+    PAGEGEN_INLINE bool any() const { return begin < end; }
+    bool whole() const {
+      if (begin > 0 || end < TILE) return false;
+      for (int t = 0; C::mask_range && t < TILE; t++)
+        if (!some[t]) return false;
+      return true;
+    }
+  };
+
+  static Live live_in(const Args& a, const Item& item, int32_t t0) {
+    Live live{std::max(item.key_begin - t0, 0), std::min(item.key_end - t0, TILE), {}};
+    if constexpr (C::mask_range) {
+      Keys all{TILE, 0};
+      const int32_t length = a.seq_lens[item.sequence];
+      Base::each_row(a, item.sequence, item.head, item.heads, item.position, item.queries, length, [&](Keys keys) {
+        const int32_t begin = std::max(keys.begin - t0, live.begin), end = std::min(keys.end - t0, live.end);
+        for (int32_t t = begin; t < end; t++) live.some[t] = true;
+        if (begin < end) all = {std::min(all.begin, begin), std::max(all.end, end)};
+      });
+      live.begin = all.begin;
+      live.end = all.end;
+    }
+    return live;
+  }
+
+  struct Tile {
+    int64_t k[RUNS], v[RUNS]; // of each run's first token, head 0
+    int32_t block[FACTORS ? RUNS : 1], slot[FACTORS ? RUNS : 1];
+    Live live;
+  };
+
+  // Runs without a live token get the place of one: their table entries may hold anything.
+  static PAGEGEN_INLINE void locate(const Args& a, const Item& item, int32_t t0, Tile& tile) {
+    const int32_t* table = a.block_table + item.sequence * a.table_stride;
+    tile.live = live_in(a, item, t0);
+    if (!tile.live.any()) return;
+    for (int i = 0; i < RUNS; i++) {
+      bool used = i * RUN < tile.live.end && (i + 1) * RUN > tile.live.begin;
+      if constexpr (C::mask_range)
+        if (used) used = std::find(tile.live.some + i * RUN, tile.live.some + (i + 1) * RUN, true) !=
+                         tile.live.some + (i + 1) * RUN;
+      const uint32_t token = t0 + (used ? i * RUN : tile.live.begin);
+      const uint32_t block = token / C::block_size, slot = token % C::block_size;
+      tile.k[i] = table[block] * a.k_block_stride + slot * a.k_slot_stride;
+      if constexpr (!C::shared_kv) tile.v[i] = table[block] * a.v_block_stride + slot * a.v_slot_stride;
+      if constexpr (FACTORS) {
+        tile.block[i] = table[block];
+        tile.slot[i] = slot;
+      }
+    }
+  }
+
+  // The order of a tile's tokens: as they come, or lane t is token (t % streams) * STREAM + t / streams.
+  struct Lanes {
+    alignas(64) int32_t token[TILE];
+    int32_t lane[TILE]; // of a token
+    constexpr Lanes(bool streamed) : token{}, lane{} {
+      for (int i = 0; i < TILE; i++) token[i] = streamed ? i % C::streams * STREAM + i / C::streams : i;
+      for (int i = 0; i < TILE; i++) lane[token[i]] = i;
+    }
+  };
+  static constexpr Lanes kStreamed{true}, kPlain{false};
+
+  // What dequantises the tokens of a tile, by lane: value = (stored - zero) * scale.
+  struct Factors {
+    alignas(64) float k_scale[TOKEN_SCALES ? TILE : 1], v_scale[TOKEN_SCALES ? TILE : 1];
+    alignas(64) float k_zero[ZEROS ? TILE : 1], v_zero[ZEROS ? TILE : 1];
+  };
+
+  template <class Visit> static PAGEGEN_INLINE void each_factor(const Args& a, Factors& f, Visit visit) {
+    if constexpr (TOKEN_SCALES) {
+      visit(a.k_scale, f.k_scale);
+      visit(C::shared_kv ? a.k_scale : a.v_scale, f.v_scale);
+    }
+    if constexpr (ZEROS) {
+      visit(a.k_zero, f.k_zero);
+      visit(C::shared_kv ? a.k_zero : a.v_zero, f.v_zero);
+    }
+  }
+
+  static void load_factors(const Args& a, const Tile& tile, int head, const Lanes& lanes, Factors& f) {
+    each_factor(a, f, [&](const pagegen_factors& from, float* to) __attribute__((always_inline)) {
+      for (int i = 0; i < RUNS; i++) {
+        const float* first =
+            from.data + tile.block[i] * from.block_stride + tile.slot[i] * from.slot_stride + head * from.head_stride;
+        for (int j = 0; j < RUN; j++) {
+          const int t = i * RUN + j;
+          to[lanes.lane[t]] = tile.live(t) ? first[j * from.slot_stride] : 0.0f;
+        }
+      }
+    });
+  }
+
+  static void prefetch_factors(const Args& a, const Tile& tile, int head, Factors& f) {
+    each_factor(a, f, [&](const pagegen_factors& from, float*) __attribute__((always_inline)) {
+      for (int i = 0; i < RUNS; i++) {
+        const float* first =
+            from.data + tile.block[i] * from.block_stride + tile.slot[i] * from.slot_stride + head * from.head_stride;
+        for (int j = 0; j < RUN; j++) __builtin_prefetch(first + j * from.slot_stride, 0, 2); // 2: L2
+      }
+    });
+  }
+
+  // what a head's stored keys, or values, are to be multiplied by; read where the head has a key
+  static PAGEGEN_INLINE float head_scale(const pagegen_factors& from, int head) {
+    return Base::HEAD_SCALES ? from.data[head * from.head_stride] : 1.0f;
+  }
+
+  template <int WIDTH> static PAGEGEN_INLINE void prefetch(const KV* row) {
+#pragma GCC unroll 8
+    for (int b = 0; b < (int)(WIDTH / kPack<KV> * sizeof(KV)); b += 64) __builtin_prefetch((const char*)row + b, 0, 2);
+  }
+};
+
+} // namespace
+} // namespace pagegen

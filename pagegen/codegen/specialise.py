@@ -5,6 +5,7 @@ function takes as parameters are constants to bind; calls between the template's
 keyword, constants as `NAME=NAME`. That convention is all the specialiser relies on:
 
 1. `if` statements and expressions whose tests are decided by the bound values are folded;
+   likewise a division by a constant 1, and an option of a tl function that is False;
 2. bound parameters and the keywords that passed them go, the names become module constants;
 3. assignments to names that nothing reads, parameters that nothing uses (with the arguments that fed them) and
    functions and imports that nothing refers to are dropped, until nothing changes.
@@ -28,6 +29,7 @@ Value = int | float | bool | str
 _OPERATORS: dict[type[ast.AST], Any] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
 }  # fmt: skip
 
 
@@ -140,6 +142,25 @@ class _Fold(cst.CSTTransformer):
             return updated_node
         return updated_node.body if value else updated_node.orelse
 
+    def leave_BinaryOperation(
+        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        """Drops a division by a constant that is bound to 1."""
+        divisor = updated_node.right
+        if isinstance(updated_node.operator, cst.FloorDivide) and isinstance(divisor, cst.Name):
+            return updated_node.left if self.bindings.get(divisor.value) == 1 else updated_node
+        return updated_node
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        """Drops an option of a tl function that is bound to False, which is its default."""
+        if not cst.Module([]).code_for_node(updated_node.func).startswith("tl."):
+            return updated_node
+        kept = [a for a in updated_node.args if a.keyword is None or not self._is_false(a.value)]
+        return updated_node.with_changes(args=prune.relist(updated_node.args, kept))
+
+    def _is_false(self, value: cst.BaseExpression) -> bool:
+        return isinstance(value, cst.Name) and self.bindings.get(value.value) is False
+
     def _value(self, test: cst.BaseExpression) -> bool | None:
         """The truth of a test, or None when it depends on more than the bound values."""
         text = cst.Module([]).code_for_node(test)
@@ -163,6 +184,8 @@ def _evaluate(node: ast.expr, bindings: Mapping[str, Value]) -> Any:
     if isinstance(node, ast.BoolOp):
         values = [bool(_evaluate(value, bindings)) for value in node.values]
         return all(values) if isinstance(node.op, ast.And) else any(values)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.left, bindings), _evaluate(node.right, bindings))
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
         left, right = _evaluate(node.left, bindings), _evaluate(node.comparators[0], bindings)
         return _OPERATORS[type(node.ops[0])](left, right)

@@ -6,144 +6,167 @@ import functools
 import hashlib
 from dataclasses import dataclass
 
+import torch
+
 from pagegen import __version__, paths
+from pagegen.codegen import insert
 from pagegen.codegen.specialise import Value, specialise
 from pagegen.spec import AttentionSpec, CacheLayout, TritonVariant, dtype_name
-from pagegen.spec.dtypes import QUERY_DTYPES
-from pagegen.spec.variant import cheapest_walk, next_power_of_two
+from pagegen.spec.dtypes import INT4, QUERY_DTYPES
+from pagegen.spec.variant import next_power_of_two, pieces
 
 ATTENTION = "attention.py"
+BALANCED = "balanced.py"
 CACHE_OPS = "cache_ops.py"
+# Partial results that one turn of the reduce kernel merges: a float32 tile of 16 x 128 is 16 registers a thread.
+REDUCE_CHUNK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a call fixes beyond the variant: whether it is decode (one query a sequence), whether it wants the
-    logarithms of the denominators, and whether to compute in float32 (the interpreter)."""
+    """What a call and a target fix beyond the variant: whether it is decode (one query a sequence), has a tree mask, and
+    wants the logarithms of the denominators; whether some tensor of it needs offsets of 64 bits; whether to compute in
+    float32 (the interpreter); whether the target converts float8 or bits are decoded."""
 
     decode: bool
     write_lse: bool = False
+    tree: bool = False
+    wide: bool = True
     upcast: bool = False
+    native_float8: bool = True
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
     """Why the Triton templates do not serve `spec`, or None when they do."""
-    if spec.kv_dtype not in QUERY_DTYPES:
-        return f"the Triton templates read float caches, not {dtype_name(spec.kv_dtype)}"
-    if spec.kv_scale_granularity != "none":
-        return "the Triton templates read caches without scales"
-    if spec.shared_kv:
-        return "the Triton templates read separate K and V, not a shared latent cache"
-    if spec.score_mod or spec.mask_mod:
-        return "the Triton templates take no score or mask functions"
-    if next_power_of_two(spec.group) > 256:
-        return f"the Triton templates pack at most 256 query heads a KV head, not {spec.group}"
+    if spec.kv_dtype == INT4 and (spec.head_dim % 2 or spec.v_head_dim % 2):
+        return f"int4 caches need even head dims, not {spec.head_dim} and {spec.v_head_dim}"
     return None
 
 
-def least_rows(spec: AttentionSpec) -> int:
-    """The smallest query tile that holds all the heads of a group; 16, since tl.dot needs M >= 16."""
-    return max(16, next_power_of_two(spec.group))
-
-
-def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -> TritonVariant:
-    """A variant that compiles without spills for head dims up to 256 on sm_80 and later and on gfx942.
-
-    The key tile shrinks with the head dim, so that K and V tiles in flight stay within 64 KiB of shared memory,
-    and is half as long for ragged batches: 64 rows by 64 keys in 4 warps take 255 registers on sm_80 and spill.
-    """
-    widest = next_power_of_two(max(spec.head_dim, spec.v_head_dim))
-    tile_kv = max(16, (64 if widest <= 128 else 32) // (1 if decode else 2))
-    rows = least_rows(spec) if decode else max(least_rows(spec), 64 if widest <= 128 else 32)
-    return TritonVariant(
-        tile_rows=rows,
-        tile_kv=tile_kv,
-        page_walk=cheapest_walk(layout.block_size, tile_kv),
-        num_splits=8 if decode else 1,
-        num_warps=8 if rows * widest > 64 * 128 else 4,
-        num_stages=2,
-    )
-
-
 def bindings(spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, form: Form) -> dict[str, Value]:
-    """The value of every constant of templates/attention.py. Raises ValueError for a tile that is too small."""
-    if variant.tile_rows < spec.group:
-        raise ValueError(f"tile_rows must be at least the group {spec.group}, got {variant.tile_rows}")
+    """The value of every constant of templates/attention.py. Raises ValueError for tiles that do not fit the blocks."""
     block_size, tile_kv = layout.block_size, variant.tile_kv
     if variant.page_walk == "tile_in_page" and block_size % tile_kv:
         raise ValueError(f"tile_in_page needs a block_size that is a multiple of tile_kv {tile_kv}, got {block_size}")
     if variant.page_walk == "pages_in_tile" and tile_kv % block_size:
         raise ValueError(f"pages_in_tile needs a block_size that divides tile_kv {tile_kv}, got {block_size}")
-    return {
+    head_main, head_rest = pieces(spec.head_dim, variant.head_pieces)
+    v_main, v_rest = pieces(spec.v_head_dim, variant.head_pieces)
+    stored = storage(spec, form)
+    low, high = insert.mask_bounds(spec)
+    mask_low, mask_high = low is not None, high is not None
+    values: dict[str, Value] = {
         "HEAD_DIM": spec.head_dim,
-        "HEAD_DIM_PADDED": max(16, next_power_of_two(spec.head_dim)),
+        "HEAD_MAIN": head_main,
+        "HEAD_REST": head_rest,
         "V_HEAD_DIM": spec.v_head_dim,
-        "V_HEAD_DIM_PADDED": max(16, next_power_of_two(spec.v_head_dim)),
-        "GROUP": spec.group,
-        "BLOCK_SIZE": layout.block_size,
-        "TILE_ROWS": variant.tile_rows,
-        "TILE_QUERIES": 1 if form.decode else variant.tile_rows // spec.group,
-        "TILE_KV": variant.tile_kv,
+        "V_MAIN": v_main,
+        "V_REST": v_rest,
+        "V_FROM_K": spec.shared_kv and (v_main, v_rest) == (head_main, 0),
+        **_tile(spec, variant, form),
+        "BLOCK_SIZE": block_size,
+        "TILE_KV": tile_kv,
         "PAGE_WALK": variant.page_walk,
-        "NUM_SPLITS": variant.num_splits,
-        "NUM_SPLITS_PADDED": next_power_of_two(variant.num_splits),
+        "SPLITS": variant.splits,
+        "SPLIT_TOKENS": variant.split_tokens,
+        "REDUCE_LAST": variant.splits and variant.reduce == "last",
+        "BALANCED": variant.programs > 0,
+        "DOT": variant.dot,
+        "DESCRIPTORS": variant.loads == "descriptor",
+        "WARP_SPECIALIZE": variant.warp_specialize,
+        "STORAGE": stored,
+        "PACK": 2 if stored == "int4" else 1,
+        "SCALES": {"none": "none", "token_head": "token"}.get(spec.kv_scale_granularity, "head"),
+        "HAS_ZEROS": spec.kv_zero_points,
         "DECODE": form.decode,
         "CAUSAL": spec.causal,
         "WINDOW": spec.window or 0,
         "SOFTCAP": spec.logit_softcap or 0.0,
         "HAS_ALIBI": spec.alibi,
         "HAS_SINKS": spec.sinks,
+        "HAS_TREE": form.tree,
+        "HAS_SCORE_MOD": spec.score_mod is not None,
+        "HAS_MASK_MOD": spec.mask_mod is not None,
+        "MASK_LOW": mask_low,
+        "MASK_HIGH": mask_high,
+        "HAS_BEGIN": mask_low or spec.window is not None,
+        "NATURAL": spec.logit_softcap is not None or spec.score_mod is not None,
         "WRITE_LSE": form.write_lse,
-        "UPCAST": form.upcast or spec.q_dtype != spec.kv_dtype,
+        "UPCAST": form.upcast or (spec.kv_dtype in QUERY_DTYPES and spec.q_dtype != spec.kv_dtype),
+        "WIDE": form.wide,
+        "V_PADDED": max(16, next_power_of_two(spec.v_head_dim)),
+        "CHUNK": REDUCE_CHUNK,
         "NUM_WARPS": variant.num_warps,
         "NUM_STAGES": variant.num_stages,
     }
+    values |= {"PROGRAMS": variant.programs} if variant.programs else {"NUM_SPLITS": variant.num_splits}
+    return values
 
 
-def render_attention(spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, form: Form) -> str:
-    """The specialised source of one attention kernel and its launcher, as one file that runs without pagegen."""
-    bound = bindings(spec, layout, variant, form)
-    kind = "decode" if form.decode else "ragged"
-    heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads"
-    header = (
-        f"Generated by pagegen {__version__} from templates/{ATTENTION} (sha256 {template_hash()[:12]}).",
-        f"{kind} attention, {dtype_name(spec.q_dtype)} over {dtype_name(spec.kv_dtype)}, {heads}, "
-        f"head_dim {spec.head_dim}, block_size {layout.block_size}",
-        variant.name,
-    )
-    return specialise(_template(ATTENTION), bound, header=header, roots=["launch"])
-
-
-def cache_bindings(head_dim: int, v_head_dim: int, block_size: int) -> dict[str, Value]:
-    """The value of every constant of templates/cache_ops.py."""
-    width = next_power_of_two(max(head_dim, v_head_dim))
+def _tile(spec: AttentionSpec, variant: TritonVariant, form: Form) -> dict[str, Value]:
+    """How the rows of queries and heads fill a tile."""
+    rows, group = variant.tile_rows, spec.group
+    shared = group > rows  # a group is divided among tiles
+    queries = 1 if form.decode or shared else rows // group
     return {
-        "HEAD_DIM": head_dim,
-        "V_HEAD_DIM": v_head_dim,
-        "TILE_DIMS": width,
-        "BLOCK_SIZE": block_size,
-        # 4096 elements of K and of V in registers at once
-        "TILE_SLOTS": max(1, min(next_power_of_two(block_size), 4096 // width)),
+        "GROUP": group,
+        "TILE_ROWS": rows,
+        "TILE_QUERIES": queries,
+        "ROW_TILES": -(-group // rows),
+        "SLOT_ROWS": rows if shared else queries * group,
     }
 
 
-def render_cache_ops(head_dim: int, v_head_dim: int, block_size: int) -> str:
-    """The specialised source of `write_kv` and `copy_blocks`."""
+def storage(spec: AttentionSpec, form: Form) -> str:
+    """How stored elements become numbers."""
+    if spec.kv_dtype == INT4:
+        return "int4"
+    if spec.kv_dtype in QUERY_DTYPES:
+        return "float" if spec.kv_dtype == spec.q_dtype and not form.upcast else "convert"
+    if spec.kv_dtype == torch.int8 or form.native_float8:
+        return "convert"
+    return "e4m3" if spec.kv_dtype == torch.float8_e4m3fn else "e5m2"
+
+
+def render_attention(spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, form: Form) -> str:
+    """The specialised source of one attention kernel and its launcher (`launch`, or `launch_balanced`), as one file that
+    runs without pagegen."""
+    bound = bindings(spec, layout, variant, form)
+    kind = "decode" if form.decode else "ragged"
+    heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads"
+    dims = f"{spec.head_dim}" if spec.head_dim == spec.v_head_dim else f"{spec.head_dim}/{spec.v_head_dim}"
+    name = BALANCED if variant.programs else ATTENTION
     header = (
-        f"Generated by pagegen {__version__} from templates/{CACHE_OPS} (sha256 {template_hash()[:12]}).",
-        f"write_kv and copy_blocks, head_dim {head_dim}/{v_head_dim}, block_size {block_size}",
+        f"Generated by pagegen {__version__} from templates/{name} (sha256 {template_hash()[:12]}).",
+        f"{kind} attention, {dtype_name(spec.q_dtype)} over {dtype_name(spec.kv_dtype)}, {heads}, "
+        f"head_dim {dims}, block_size {layout.block_size}",
+        variant.name,
     )
-    bound = cache_bindings(head_dim, v_head_dim, block_size)
-    return specialise(_template(CACHE_OPS), bound, header=header, roots=["launch_write_kv", "launch_copy_blocks"])
+    return specialise(source(spec, name), bound, header=header, roots=[launcher_name(variant)])
+
+
+def launcher_name(variant: TritonVariant) -> str:
+    """The host function of a rendered file."""
+    return "launch_balanced" if variant.programs else "launch"
+
+
+def source(spec: AttentionSpec, name: str = ATTENTION) -> str:
+    """The template with the spec's score and mask functions in their places, still unspecialised. The balanced one
+    comes behind the text of the kernel that it imports."""
+    text = template(ATTENTION)
+    if name == BALANCED:
+        own = template(BALANCED)
+        text += own[own.index("\n\n\n@triton.jit") :]
+    return insert.modifiers(text, spec)
 
 
 @functools.cache
-def _template(name: str) -> str:
+def template(name: str) -> str:
     return (paths.data("templates") / name).read_text(encoding="utf-8")
 
 
 @functools.cache
 def template_hash() -> str:
     """sha256 over the Triton templates' text."""
-    text = "".join(f"{name}\0{_template(name)}\0" for name in (ATTENTION, CACHE_OPS))
+    text = "".join(f"{name}\0{template(name)}\0" for name in (ATTENTION, BALANCED, CACHE_OPS))
     return hashlib.sha256(text.encode()).hexdigest()

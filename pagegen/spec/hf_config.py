@@ -31,9 +31,9 @@ _FOREIGN_MODELS = {
     "t5": "adds a learned bias by relative position",
     "mt5": "adds a learned bias by relative position",
 }
-# Layers that are a softmax over the cached context. Whatever else a config names (linear, chunked, sparse by an index,
-# no attention at all) may not be approximated silently.
-_KINDS = ("full_attention", "sliding_attention", "attention")
+# Layers that are a softmax over the cached context. Whatever else a config names (linear, sparse by an index, no
+# attention at all) may not be approximated silently.
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 def spec_from_config(config: Any, *, layer: int, kv_dtype: str | torch.dtype | None = None) -> AttentionSpec:
@@ -56,6 +56,7 @@ def spec_from_config(config: Any, *, layer: int, kv_dtype: str | torch.dtype | N
         "q_dtype": _query_dtype(text),
         "kv_dtype": kv_dtype,
         "window": _integer(text, "sliding_window") if kind == "sliding_attention" else None,
+        "mask_mod": _chunk(text) if kind == "chunked_attention" else None,
         "logit_softcap": getattr(text, "attn_logit_softcapping", None),
         "sinks": model_type in _SINK_MODELS or wide,
         "alibi": bool(getattr(text, "alibi", False)) or model_type in _ALIBI_MODELS,
@@ -87,6 +88,11 @@ def _integer(text: Any, name: str, default: int | None = None) -> int:
         came = "None" if hasattr(text, name) else f"{type(text).__name__} without it"
         raise ValueError(f"config must have {name}, got {came}: expected an integer of at least 1")
     return check.integer(f"config.{name}", value)
+
+
+def _chunk(text: Any) -> str:
+    """The shipped mask function of a layer whose queries see their own chunk of positions (Llama 4)."""
+    return f"chunked({_integer(text, 'attention_chunk_size')})"
 
 
 def _query_dtype(text: Any) -> torch.dtype:

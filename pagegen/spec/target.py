@@ -49,6 +49,14 @@ class Target:
         """Threads a warp: 64 on AMD's data-centre parts (gfx9), else 32."""
         return 64 if self.arch.startswith("gfx9") else 32
 
+    @property
+    def native_float8(self) -> bool:
+        """Whether the hardware converts OCP float8 (e4m3fn, e5m2) in one rounding to nearest even: NVIDIA from sm_89 and
+        AMD's gfx950. sm_80 has no e4m3, gfx942 has other float8 types."""
+        if self.kind == "cuda":
+            return self.capability >= 89
+        return self.arch == "gfx950"
+
     @staticmethod
     def parse(text: str | Target) -> Target:
         """The target for "sm_90", "gfx942", "cpu" or "interpreter". Raises ValueError for anything else."""

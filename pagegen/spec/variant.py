@@ -12,13 +12,23 @@ HEAD_PIECES = ("padded", "split")
 DOTS = ("mma", "fma")
 LOADS = ("pointer", "descriptor")
 REDUCES = ("kernel", "last")
-SCHEDULES = ("grid", "balanced")
 PREFETCHES = (0, 1, 2, 4, 8)
 
 
 def next_power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def pieces(head_dim: int, head_pieces: str) -> tuple[int, int]:
+    """The columns of the two pieces that hold a head dim, powers of two; the second is 0 where one holds it all. 16 at
+    least: tl.dot needs as many."""
+    whole = max(16, next_power_of_two(head_dim))
+    if head_pieces == "padded" or whole == max(16, head_dim):
+        return whole, 0
+    main = whole // 2
+    rest = max(16, next_power_of_two(head_dim - main))
+    return (main, rest) if rest < main else (whole, 0)
 
 
 def cheapest_walk(block_size: int, tile_kv: int) -> str:
@@ -86,8 +96,8 @@ class TritonVariant(Variant):
     `tile_kv`: keys a loop iteration reads. `page_walk`: how a tile finds its blocks (see the template).
     `num_splits`: programs that share one sequence's keys, in equal parts; `split_tokens`, where not 0, makes parts of
     that many keys instead, as many as the longest sequence needs. `reduce`: who merges their partial states, a second
-    "kernel" or the "last" of them to finish. `schedule`: "grid" gives each program one query tile and split,
-    "balanced" gives a fixed number of programs equal shares of all key tiles (stream-K, arXiv 2301.03598).
+    "kernel" or the "last" of them to finish. `programs`, where not 0: so many programs share all key tiles of the batch
+    equally (stream-K, arXiv 2301.03598), in place of one program a query tile and part.
     `head_pieces`: a head dim that is no power of two is "padded" to one, or "split" into the largest that fits and a
     padded rest (192 = 128 + 64). `dot`: matrix instructions, or multiply-adds for a row or two. `loads`: by pointers,
     or by tensor descriptors (TMA). `warp_specialize`: loads and arithmetic in warps of their own (sm_100).
@@ -95,7 +105,7 @@ class TritonVariant(Variant):
 
     family: ClassVar[str] = "triton"
     rare: ClassVar[tuple[str, ...]] = (
-        "split_tokens", "reduce", "schedule", "head_pieces", "dot", "loads", "warp_specialize",
+        "split_tokens", "reduce", "programs", "head_pieces", "dot", "loads", "warp_specialize",
     )  # fmt: skip
 
     tile_rows: int = 16
@@ -104,7 +114,7 @@ class TritonVariant(Variant):
     num_splits: int = 1
     split_tokens: int = 0
     reduce: str = "kernel"
-    schedule: str = "grid"
+    programs: int = 0
     head_pieces: str = "padded"
     dot: str = "mma"
     loads: str = "pointer"
@@ -124,9 +134,9 @@ class TritonVariant(Variant):
         if self.split_tokens and self.num_splits > 1:
             raise ValueError(f"num_splits must be 1 where split_tokens divides the keys, got {self.num_splits}")
         check.one_of("reduce", self.reduce, REDUCES)
-        check.one_of("schedule", self.schedule, SCHEDULES)
-        if self.schedule == "balanced" and (self.splits or self.reduce == "last"):
-            raise ValueError(f"schedule must be grid where keys are split or reduced otherwise, got {self.schedule}")
+        check.integer("programs", self.programs, at_least=0)
+        if self.programs and (self.splits or self.reduce == "last"):
+            raise ValueError(f"programs must be 0 where keys are split or reduced otherwise, got {self.programs}")
         check.one_of("head_pieces", self.head_pieces, HEAD_PIECES)
         check.one_of("dot", self.dot, DOTS)
         check.one_of("loads", self.loads, LOADS)

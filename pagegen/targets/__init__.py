@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
-from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, Target, TritonVariant, Variant
+import torch
+
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, Target, TritonVariant, Variant, dtype_name
+from pagegen.spec.dtypes import INT4
+from pagegen.targets.cache_call import Copier, Writer
 from pagegen.targets.call import AttentionCall, AttentionKernel
 
 __all__ = [
     "AttentionCall",
     "AttentionKernel",
+    "block_copier",
+    "cache_writer",
     "code_hash",
-    "copy_blocks",
     "current_device",
     "default_variant",
     "load_attention",
     "unsupported",
     "warm_up",
-    "write_kv",
 ]
 
 
@@ -50,14 +53,20 @@ def warm_up(kernel: AttentionKernel, spec: AttentionSpec, layout: CacheLayout, t
     """Makes a loaded kernel compile all it will ever compile. A C++ kernel did when it was loaded; Triton compiles
     at a kernel's first launch, so each form is launched once on a batch of one short sequence."""
     if target.is_gpu:
-        from pagegen.targets import warm
+        from pagegen.targets import triton_launch, warm
 
+        assert isinstance(kernel, triton_launch.TritonAttention)
         for call in warm.calls(spec, layout):
-            kernel(call)
+            kernel.warm(call)
 
 
 def unsupported(spec: AttentionSpec, target: Target) -> str | None:
     """Why no generated kernel serves `spec` on `target` (a sentence), or None when one does."""
+    reason = _untraceable(spec, target)
+    if reason is not None:
+        return reason
+    if spec.kv_zero_points and spec.kv_dtype not in (torch.int8, INT4):
+        return f"zero points belong to int8 and int4 caches, not {dtype_name(spec.kv_dtype)}"
     if target.kind == "cpu":
         from pagegen.targets import cpu
 
@@ -67,38 +76,55 @@ def unsupported(spec: AttentionSpec, target: Target) -> str | None:
     return triton.unsupported(spec)
 
 
+def _untraceable(spec: AttentionSpec, target: Target) -> str | None:
+    """Why a score or mask function of the spec cannot be generated: it is unknown in this process, it does what no
+    expression says, or what Triton 3.7 does not compile (a load between the two products of a pipelined loop)."""
+    if spec.score_mod is None and spec.mask_mod is None:
+        return None
+    from pagegen import modifiers
+
+    for name, kind in ((spec.score_mod, "score"), (spec.mask_mod, "mask")):
+        try:
+            modifier = modifiers.find(name, kind)
+            if modifier is not None and modifiers.trace(modifier).indexes_by_score and target.is_gpu:
+                return f"{kind}_mod {name} indexes a captured tensor by the score"
+        except (modifiers.Untraceable, ValueError) as error:
+            return str(error)
+    return None
+
+
 def default_variant(spec: AttentionSpec, layout: CacheLayout, target: Target, *, decode: bool) -> Variant:
     """A variant that is always legal and usually good, for decode or for batches with longer queries."""
     if target.kind == "cpu":
         from pagegen.targets import cpu
 
         return cpu.default_variant(spec, layout, decode=decode)
-    from pagegen.codegen import triton
+    from pagegen.codegen import defaults
 
-    return triton.default_variant(spec, layout, decode=decode)
+    return defaults.default_variant(spec, layout, target, decode=decode)
 
 
-def write_kv(target: Target) -> Callable[..., None] | None:
-    """The generated writer `(k, v, k_cache, v_cache, slot_mapping) -> None`, or None where torch's own indexing
-    serves (no compiler on this machine)."""
+def cache_writer(target: Target) -> Writer:
+    """What serves `write_kv` and `rope_write_kv`: one kernel or one C++ call for every dtype. On a CPU without a
+    compiler, torch's own operators."""
     if target.kind == "cpu":
-        from pagegen.targets import cpu
+        from pagegen.targets import cpu, cpu_cache, torch_cache
 
-        return cpu.write_kv if cpu.compiler() else None
-    from pagegen.targets import triton_launch
+        return cpu_cache.write if cpu.compiler() else torch_cache.write
+    from pagegen.targets import triton_cache
 
-    return triton_launch.write_kv
+    return triton_cache.writer(target)
 
 
-def copy_blocks(target: Target) -> Callable[..., None] | None:
-    """The generated copier `(k_cache, v_cache, pairs) -> None`, or None where torch's own indexing serves."""
+def block_copier(target: Target) -> Copier:
+    """What serves `copy_blocks`, for caches of every dtype."""
     if target.kind == "cpu":
-        from pagegen.targets import cpu
+        from pagegen.targets import cpu, cpu_cache, torch_cache
 
-        return cpu.copy_blocks if cpu.compiler() else None
-    from pagegen.targets import triton_launch
+        return cpu_cache.copy_blocks if cpu.compiler() else torch_cache.copy_blocks
+    from pagegen.targets import triton_cache
 
-    return triton_launch.copy_blocks
+    return triton_cache.copy_blocks
 
 
 @functools.cache

@@ -14,13 +14,19 @@ import torch
 
 from pagegen import settings
 from pagegen.codegen import triton as codegen
+from pagegen.codegen.insert import captured_dtypes, captured_names
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Target, TritonVariant
+from pagegen.spec.dtypes import INT4
+from pagegen.spec.variant import pieces
 from pagegen.targets.disassembly import MainLoop, main_loop
 from pagegen.targets.errors import CompileError
 from pagegen.targets.triton_module import import_source
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_INT_POINTERS = {"block_table_ptr": "*i32", "seq_lens_ptr": "*i32", "query_start_ptr": "*i32"}
+_TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "u8",
+}  # fmt: skip
+_INT_POINTERS = ("block_table_ptr", "seq_lens_ptr", "query_start_ptr", "tile_start_ptr", "counter_ptr")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +50,22 @@ class ResourceFacts:
 
 @functools.lru_cache(maxsize=1024)
 def compile_facts(
-    spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, target: Target, *, decode: bool
+    spec: AttentionSpec,
+    layout: CacheLayout,
+    variant: TritonVariant,
+    target: Target,
+    *,
+    decode: bool,
+    tree: bool = False,
+    wide: bool = False,
+    write_lse: bool = False,
 ) -> ResourceFacts:
-    """Compiles the attention kernel for `target`, present or not, and reads its resources.
+    """Compiles the attention kernel for `target`, present or not, and reads its resources: for calls with or without a
+    tree mask or a wish for the logarithms of the denominators, and for caches below 2^31 elements or beyond (`wide`).
 
     Raises CompileError with the compiler's first line, and RuntimeError in an interpreting process.
     """
-    form = codegen.Form(decode=decode)
+    form = codegen.Form(decode=decode, write_lse=write_lse, tree=tree, wide=wide, native_float8=target.native_float8)
     compiled = compile_kernel(spec, layout, variant, target, form)
     from pagegen.costs import shipped_device
 
@@ -66,18 +81,16 @@ def compile_kernel(
     if not target.is_gpu:
         raise ValueError(f"target must be a GPU such as sm_90 or gfx942 to compile for, got {target}")
     source = codegen.render_attention(spec, layout, variant, form)
-    kernel = import_source(source).paged_attention_kernel
+    module = import_source(source)
+    kernel = module.balanced_attention_kernel if variant.programs else module.paged_attention_kernel
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as triton_compile
 
     arch = target.capability if target.kind == "cuda" else target.arch
-    types = {name: _argument_type(name, spec) for name in kernel.arg_names}
-    # pointers come from the allocator, strides are multiples of the head dim: both are aligned in practice
+    types = {name: _argument_type(name, spec, variant, form) for name in kernel.arg_names}
     aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if name.endswith("_ptr") or (name.startswith("stride_") and name != "stride_table_seq")
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if _is_aligned(name, spec, layout)
     }
     try:
         return triton_compile(
@@ -90,25 +103,54 @@ def compile_kernel(
         raise CompileError(str(target), variant.name, lines[0]) from error
 
 
-def _argument_type(name: str, spec: AttentionSpec) -> str:
+def _argument_type(name: str, spec: AttentionSpec, variant: TritonVariant, form: codegen.Form) -> str:
+    captured = dict(zip(captured_names(spec), captured_dtypes(spec), strict=True))
+    if name.removesuffix("_ptr") in captured:
+        return "*" + _TYPES[captured[name.removesuffix("_ptr")]]
     if name in _INT_POINTERS:
-        return _INT_POINTERS[name]
+        return "*i32"
+    if name == "tree_ptr":
+        return "*u8"
     if name in ("q_ptr", "out_ptr"):
         return "*" + _TYPES[spec.q_dtype]
+    stored = _TYPES[spec.kv_dtype] if codegen.storage(spec, form) in ("float", "convert") else "u8"
     if name in ("k_ptr", "v_ptr"):
-        return "*" + _TYPES[spec.kv_dtype]
+        return "*" + stored
+    if name.endswith("_desc"):
+        columns = dict(zip(("k_desc", "k_rest_desc"), pieces(spec.head_dim, variant.head_pieces), strict=True))
+        columns |= zip(("v_desc", "v_rest_desc"), pieces(spec.v_head_dim, variant.head_pieces), strict=True)
+        return f"tensordesc<{stored}[1, {variant.tile_kv}, 1, {columns[name]}]>"
     if name.endswith("_ptr"):
         return "*fp32"
     return "fp32" if name == "scale" else "i32"
 
 
+def _is_aligned(name: str, spec: AttentionSpec, layout: CacheLayout) -> bool:
+    """Whether Triton may take a pointer or stride as a multiple of 16, as it does at a launch where it is one: pointers
+    come from an allocator, strides are those of a cache that holds nothing else."""
+    if name.endswith("_ptr"):
+        return True
+    side, _, axis = name.removeprefix("stride_").partition("_")
+    if (
+        not name.startswith("stride_")
+        or side not in ("q", "out", "k", "v")
+        or axis not in ("token", "head", "block", "slot")
+    ):
+        return False
+    columns = spec.head_dim if side in ("q", "k") else spec.v_head_dim
+    if side in ("k", "v") and spec.kv_dtype == INT4:
+        columns //= 2
+    if axis == "token":
+        return columns * spec.num_q_heads % 16 == 0
+    if axis == "head":
+        rows = layout.block_size if side in ("k", "v") and layout.order == "HND" else 1
+        return columns * rows % 16 == 0
+    rows = spec.num_kv_heads if layout.order == "NHD" or axis == "block" else 1
+    return columns * rows * (layout.block_size if axis == "block" else 1) % 16 == 0
+
+
 def _facts(compiled: Any, variant: TritonVariant, target: Target, device: Device, kind: str) -> ResourceFacts:
-    if target.kind == "cuda":
-        registers, spills, assembly = _nvidia(compiled.asm["cubin"])
-    else:
-        assembly = compiled.asm["amdgcn"]
-        registers = _amd_count(assembly, "vgpr_count")
-        spills = _amd_count(assembly, "vgpr_spill_count")
+    registers, spills, assembly = machine_code(compiled, target)
     shared = int(compiled.metadata.shared)
     return ResourceFacts(
         kernel=kind,
@@ -120,6 +162,14 @@ def _facts(compiled: Any, variant: TritonVariant, target: Target, device: Device
         programs_per_unit=_programs_per_unit(registers, shared, variant.num_warps, target, device),
         loop=main_loop(assembly),
     )
+
+
+def machine_code(compiled: Any, target: Target) -> tuple[int, int, str]:
+    """Registers a thread, what it spills (see `ResourceFacts`) and the assembly of a kernel that Triton compiled."""
+    if target.kind == "cuda":
+        return _nvidia(compiled.asm["cubin"])
+    assembly = compiled.asm["amdgcn"]
+    return _amd_count(assembly, "vgpr_count"), _amd_count(assembly, "vgpr_spill_count"), assembly
 
 
 def _nvidia(cubin: bytes) -> tuple[int, int, str]:

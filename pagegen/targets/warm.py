@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from pagegen import modifiers
 from pagegen.spec import AttentionSpec, CacheLayout
+from pagegen.spec.dtypes import INT4
 from pagegen.targets.call import AttentionCall
 
 
 def calls(spec: AttentionSpec, layout: CacheLayout, device: str = "cuda") -> Iterator[AttentionCall]:
-    """Decode and ragged, with and without lse: one sequence of one token in a cache of one block."""
-    slots = layout.block_size * spec.num_kv_heads
-    caches = [
-        layout.view(torch.zeros(slots * width, dtype=spec.kv_dtype, device=device), spec.num_kv_heads, width)
-        for width in (spec.head_dim, spec.v_head_dim)
-    ]
+    """Decode and ragged, without and with a tree mask, with and without lse: one sequence of one token in a cache of
+    one block. Score and mask functions read the tensors that they were registered with."""
     q = torch.zeros(1, spec.num_q_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
     per_head = torch.zeros(spec.num_q_heads, dtype=torch.float32, device=device)
-    for starts in (None, torch.tensor([0, 1], dtype=torch.int32, device=device)):
+    table, lens, starts = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([[0]], [1], [0, 1]))
+    tree = torch.ones(1, 1, dtype=torch.bool, device=device)
+    given: dict[str, Any] = {
+        **_caches(spec, layout, device),
+        **_factors(spec, layout, device),
+        "captures": _captures(spec),
+    }
+    for query_start_loc, tree_mask in ((None, None), (starts, None), (starts, tree)):
         for with_lse in (False, True):
             yield AttentionCall(
                 q=q,
-                k_cache=caches[0],
-                v_cache=caches[1],
-                block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-                seq_lens=torch.ones(1, dtype=torch.int32, device=device),
-                query_start_loc=starts,
+                block_table=table,
+                seq_lens=lens,
+                query_start_loc=query_start_loc,
                 max_query_len=1,
                 max_seq_len=1,
                 scale=spec.scale,
@@ -35,4 +40,35 @@ def calls(spec: AttentionSpec, layout: CacheLayout, device: str = "cuda") -> Ite
                 sinks=per_head if spec.sinks else None,
                 out=q.new_zeros(1, spec.num_q_heads, spec.v_head_dim),
                 lse=torch.zeros(1, spec.num_q_heads, dtype=torch.float32, device=device) if with_lse else None,
+                tree_mask=tree_mask,
+                **given,
             )
+
+
+def _caches(spec: AttentionSpec, layout: CacheLayout, device: str) -> dict[str, Tensor]:
+    packed = spec.kv_dtype == INT4
+    dtype = torch.uint8 if packed else spec.kv_dtype
+    slots = layout.block_size * spec.num_kv_heads
+
+    def cache(columns: int) -> Tensor:
+        width = columns // 2 if packed else columns
+        return layout.view(torch.zeros(slots * width, dtype=dtype, device=device), spec.num_kv_heads, width)
+
+    k_cache = cache(spec.head_dim)
+    if not spec.shared_kv:
+        return {"k_cache": k_cache, "v_cache": cache(spec.v_head_dim)}
+    return {"k_cache": k_cache, "v_cache": k_cache if packed else k_cache[..., : spec.v_head_dim]}
+
+
+def _factors(spec: AttentionSpec, layout: CacheLayout, device: str) -> dict[str, Tensor]:
+    names = ["k_scale", "v_scale"] if spec.kv_scale_granularity != "none" else []
+    names += ["k_zero", "v_zero"] if spec.kv_zero_points else []
+    ones = torch.ones(1, layout.block_size, spec.num_kv_heads, dtype=torch.float32, device=device)
+    # of a whole cache, or repeated with strides of 0: as the operator hands them over
+    shown = ones if spec.kv_scale_granularity == "token_head" else ones[:1, :1, :1].expand_as(ones)
+    return dict.fromkeys(names, shown)
+
+
+def _captures(spec: AttentionSpec) -> tuple[Tensor, ...]:
+    found: list[Any] = [modifiers.find(spec.score_mod, "score"), modifiers.find(spec.mask_mod, "mask")]
+    return tuple(tensor for modifier in found if modifier is not None for tensor in modifier.tensors.values())

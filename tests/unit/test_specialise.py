@@ -109,31 +109,59 @@ def test_an_unknown_or_missing_constant_is_refused_by_name() -> None:
         specialise(TEMPLATE, {"SIZE": 1, "MODE": "a", "HAS_B": True, "WIDE": True}, header=[], roots=["start"])
 
 
-SPECS = [
-    AttentionSpec.from_model("llama-3.1-8b"),
-    AttentionSpec.from_model("smollm2-135m"),
-    AttentionSpec.from_model("gemma-2-2b", layer="sliding"),
-    AttentionSpec.from_model("gpt-oss-20b"),
-    AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=80, v_head_dim=48, alibi=True, causal=False, window=9),
-]
+SPECS = {
+    "llama": AttentionSpec.from_model("llama-3.1-8b"),
+    "smollm2": AttentionSpec.from_model("smollm2-135m"),
+    "gemma": AttentionSpec.from_model("gemma-2-2b", layer="sliding"),
+    "gpt-oss": AttentionSpec.from_model("gpt-oss-20b"),
+    "alibi": AttentionSpec(
+        num_q_heads=6, num_kv_heads=2, head_dim=80, v_head_dim=48, alibi=True, causal=False, window=9
+    ),
+    "latent": AttentionSpec(num_q_heads=128, num_kv_heads=1, head_dim=576, v_head_dim=512, shared_kv=True),
+    "int4": AttentionSpec(
+        num_q_heads=8, num_kv_heads=2, head_dim=96, kv_dtype="int4", kv_scale_granularity="token_head",
+        kv_zero_points=True, score_mod="soft_cap(30.0)",
+    ),
+    "float8": AttentionSpec(
+        num_q_heads=8, num_kv_heads=8, head_dim=192, v_head_dim=128, kv_dtype="float8_e4m3fn",
+        kv_scale_granularity="head", mask_mod="chunked(512)",
+    ),
+}  # fmt: skip
+VARIANTS = {
+    "one-pass": TritonVariant(),
+    "splits": TritonVariant(num_splits=3),
+    "fixed-splits": TritonVariant(split_tokens=128, reduce="last", head_pieces="split"),
+    "balanced": TritonVariant(programs=8, head_pieces="split"),
+    "fma": TritonVariant(dot="fma", tile_rows=2, tile_kv=16),
+    "descriptors": TritonVariant(loads="descriptor", page_walk="tile_in_page", tile_kv=32),
+}
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"d{spec.head_dim}g{spec.group}")
-@pytest.mark.parametrize("decode", [True, False], ids=["decode", "ragged"])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        triton.Form(decode=True, wide=False, native_float8=False),
+        triton.Form(decode=False, write_lse=True, tree=True, native_float8=True),
+    ],
+    ids=["decode", "ragged"],
+)
 def test_generated_kernels_have_no_unused_argument_no_dead_branch_and_no_free_name(
-    spec: AttentionSpec, decode: bool, splits: int
+    spec: AttentionSpec, variant: TritonVariant, form: triton.Form
 ) -> None:
-    variant = TritonVariant(tile_rows=triton.least_rows(spec), num_splits=splits)
-    form = triton.Form(decode=decode, write_lse=splits == 1)
-    tree = ast.parse(triton.render_attention(spec, CacheLayout(block_size=24), variant, form))
+    tree = ast.parse(triton.render_attention(spec, CacheLayout(block_size=32), variant, form))
     constants = {t.id for s in tree.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)}
+    called = {n.id for s in tree.body for n in ast.walk(s) if isinstance(n, ast.Name)}
     for function in [s for s in tree.body if isinstance(s, ast.FunctionDef)]:
         loaded = {n.id for s in function.body for n in ast.walk(s) if isinstance(n, ast.Name) and n.id != "_"}
         assert {a.arg for a in function.args.args} <= loaded, function.name
+        assert function.name.startswith("launch") or function.name in called
         for branch in [n for n in ast.walk(function) if isinstance(n, ast.If | ast.IfExp)]:
             tested = {n.id for n in ast.walk(branch.test) if isinstance(n, ast.Name)}
             assert tested - constants, f"{function.name} still tests {ast.unparse(branch.test)}"
+        for block in [n.body for n in ast.walk(function) if hasattr(n, "body") and isinstance(n.body, list)]:
+            assert not any(isinstance(s, ast.Return) for s in block[:-1]), f"{function.name} goes on after a return"
         free = {name for name in loaded if name.isupper()}
         assert free <= constants
 
@@ -141,8 +169,9 @@ def test_generated_kernels_have_no_unused_argument_no_dead_branch_and_no_free_na
 def test_the_same_inputs_give_the_same_bytes_under_another_hash_seed() -> None:
     script = (
         "from pagegen.codegen import triton; from pagegen.spec import *;"
-        "spec = AttentionSpec.from_model('llama-3.1-8b'); layout = CacheLayout(block_size=16);"
-        "print(triton.render_attention(spec, layout, triton.default_variant(spec, layout, decode=True),"
+        "spec = AttentionSpec.from_model('llama-3.1-8b', kv_dtype='int8')"
+        ".replace(mask_mod='chunked(64)', score_mod='soft_cap(3.0)', kv_scale_granularity='token_head');"
+        "print(triton.render_attention(spec, CacheLayout(block_size=16), TritonVariant(programs=4),"
         " triton.Form(decode=True)))"
     )
     outputs = {
@@ -166,10 +195,15 @@ def test_a_page_walk_that_does_not_fit_the_block_size_is_refused(
     variant: TritonVariant, block_size: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        triton.bindings(SPECS[0], CacheLayout(block_size=block_size), variant, triton.Form(decode=True))
+        triton.bindings(SPECS["llama"], CacheLayout(block_size=block_size), variant, triton.Form(decode=True))
 
 
-def test_a_query_tile_smaller_than_the_group_is_refused() -> None:
-    spec = AttentionSpec(num_q_heads=48, num_kv_heads=1, head_dim=64)
-    with pytest.raises(ValueError, match="tile_rows must be at least the group 48"):
-        triton.bindings(spec, CacheLayout(block_size=16), TritonVariant(tile_rows=32), triton.Form(decode=True))
+def test_an_option_that_is_false_and_a_division_by_one_leave_no_trace() -> None:
+    template = """
+import triton.language as tl
+def launch(n, PACK: int, STAGES: bool):
+    return tl.range(0, n // PACK, stages=STAGES)
+"""
+    assert "tl.range(0, n)" in specialise(template, {"PACK": 1, "STAGES": False}, header=[], roots=["launch"])
+    kept = specialise(template, {"PACK": 2, "STAGES": True}, header=[], roots=["launch"])
+    assert "tl.range(0, n // PACK, stages=STAGES)" in kept

@@ -5,63 +5,17 @@ Run with TRITON_INTERPRET=1, in a process of its own: the interpreter replaces t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from batches import ORDERS, Batch, compare, make_batch
+from batches import compare
+from triton_cases import DECODE, INTERPRETER, RAGGED, Case, coarser, tiles
 
 from pagegen import paths
 from pagegen.codegen import triton as codegen
-from pagegen.spec import AttentionSpec, CacheLayout, Target, TritonVariant
-from pagegen.targets import load_attention
-from pagegen.targets.call import AttentionCall
 from pagegen.targets.triton_launch import form_of
 from pagegen.targets.triton_module import import_source
-
-INTERPRETER = Target("interpreter")
-DECODE = [(0, 1), (1, 1), (37, 1), (150, 1)]
-RAGGED = [(20, 20), (0, 0), (33, 1), (80, 9), (3, 3), (5, 7)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One specialised kernel. `fields` are those of AttentionSpec; heads are `kv_heads` times `group`."""
-
-    name: str
-    group: int
-    head_dim: int
-    block_size: int
-    order: str = "NHD"
-    dtype: str = "float32"
-    kv_heads: int = 2
-    variant: TritonVariant = TritonVariant()
-    fields: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def spec(self) -> AttentionSpec:
-        return AttentionSpec(
-            num_q_heads=self.kv_heads * self.group, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
-            q_dtype=self.dtype, **self.fields,
-        )  # fmt: skip
-
-    @property
-    def layout(self) -> CacheLayout:
-        return CacheLayout(block_size=self.block_size, order=ORDERS[self.order])
-
-    def batch(self, sequences: list[tuple[int, int]], **options: Any) -> Batch:
-        return make_batch(self.spec, sequences, block_size=self.block_size, order=self.order, **options)
-
-    def run(self, batch: Batch) -> AttentionCall:
-        call = batch.call()
-        load_attention(self.spec, self.layout, self.variant, INTERPRETER)(call)
-        return call
-
-
-def tiles(walk: str, kv: int = 64, rows: int = 16, splits: int = 1) -> TritonVariant:
-    return TritonVariant(page_walk=walk, tile_kv=kv, tile_rows=rows, num_splits=splits)
-
 
 CASES = [
     # head dims, groups, block sizes, orders and page walks
@@ -79,6 +33,13 @@ CASES = [
     Case("tiny-head", 2, 8, 16, variant=tiles("pages_in_tile")),
     Case("narrow-value", 4, 64, 16, variant=tiles("pages_in_tile", splits=2), fields={"v_head_dim": 40}),
     Case("many-rows", 4, 64, 16, variant=tiles("pages_in_tile", rows=64)),
+    Case("group-128", 128, 32, 16, kv_heads=1, variant=tiles("pages_in_tile", rows=64)),
+    Case("block-528", 2, 56, 528, "pool", variant=tiles("tile_in_page", kv=16)),
+    Case("group-29", 29, 112, 272, "HND", kv_heads=1, variant=tiles("tile_in_page", kv=16, rows=32)),
+    Case("group-6", 6, 160, 784, kv_heads=1, variant=tiles("tile_in_page", kv=16, head_pieces="split")),
+    Case("group-9", 9, 224, 544, "packed", kv_heads=1, variant=tiles("tile_in_page", kv=32, splits=2)),
+    Case("group-5", 5, 192, 1056, "HND", kv_heads=1, variant=tiles("tile_in_page", kv=32, head_pieces="split")),
+    Case("group-12", 12, 80, 2048, kv_heads=1, variant=tiles("tile_in_page", kv=64)),
     # features
     Case("window", 4, 64, 16, variant=tiles("pages_in_tile", kv=32), fields={"window": 33}),
     Case("window-splits", 4, 64, 24, variant=tiles("any", kv=16, splits=3), fields={"window": 40}),
@@ -93,10 +54,6 @@ CASES = [
     Case("everything", 3, 80, 24, "packed", kv_heads=1, variant=tiles("any", kv=16, splits=3),
          fields={"window": 50, "logit_softcap": 8.0, "alibi": True, "sinks": True, "scale": 0.3}),
 ]  # fmt: skip
-
-
-def coarser(spec: AttentionSpec) -> torch.dtype:
-    return max((spec.q_dtype, spec.kv_dtype), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -154,10 +111,11 @@ def test_the_specialised_kernel_equals_the_unspecialised_template_bit_for_bit(na
     batch = case.batch(DECODE if decode else RAGGED)
     special = case.run(batch)
     call = batch.call()
-    form = form_of(call, upcast=True)
+    form = form_of(call, case.variant, INTERPRETER)
     template = import_source((paths.data("templates") / codegen.ATTENTION).read_text())
-    names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc", "scale", "alibi_slopes",
-             "sinks", "out", "lse")  # fmt: skip
+    names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc", "max_seq_len", "scale",
+             "alibi_slopes", "sinks", "tree_mask", "k_scale", "v_scale", "k_zero", "v_zero", "captures", "out",
+             "lse")  # fmt: skip
     template.launch(
         **{name: getattr(call, name) for name in names},
         **codegen.bindings(case.spec, case.layout, case.variant, form),
@@ -175,36 +133,6 @@ def test_results_do_not_depend_on_other_requests_in_the_batch() -> None:
         batch, q=batch.q[1:], block_table=batch.block_table[1:], seq_lens=batch.seq_lens[1:], sequences=((90, 1),)
     )
     assert torch.equal(case.run(batch).out[1:], case.run(alone).out)
-
-
-@pytest.mark.parametrize("order", ["NHD", "HND", "pool"])
-def test_write_kv_stores_what_torch_indexing_stores(order: str) -> None:
-    from pagegen.targets import triton_launch
-
-    case = Case("write", 2, 80, 24, order, "bfloat16", fields={"v_head_dim": 48})
-    batch = case.batch([(30, 1)])
-    k, v = torch.randn(5, 2, 80).bfloat16(), torch.randn(5, 2, 48).bfloat16()
-    slots = torch.tensor([3, -1, 71, 24, 0])
-    wanted = [cache.clone() for cache in (batch.k_cache, batch.v_cache)]
-    for row, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            wanted[0][slot // 24, slot % 24], wanted[1][slot // 24, slot % 24] = k[row], v[row]
-    triton_launch.write_kv(k, v, batch.k_cache, batch.v_cache, slots)
-    torch.testing.assert_close(batch.k_cache, wanted[0], rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(batch.v_cache, wanted[1], rtol=0, atol=0, equal_nan=True)
-
-
-def test_copy_blocks_copies_whole_blocks_and_nothing_else() -> None:
-    from pagegen.targets import triton_launch
-
-    case = Case("copy", 2, 80, 24, "pool")
-    batch = case.batch([(100, 1)])
-    before = batch.k_cache.clone(), batch.v_cache.clone()
-    triton_launch.copy_blocks(batch.k_cache, batch.v_cache, torch.tensor([[0, 3], [1, 5]]))
-    for cache, old in zip((batch.k_cache, batch.v_cache), before, strict=True):
-        moved = old.clone()
-        moved[3], moved[5] = old[0], old[1]
-        torch.testing.assert_close(cache, moved, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_operator_runs_the_kernels_when_the_interpreter_is_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

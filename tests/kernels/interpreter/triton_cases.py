@@ -1,0 +1,62 @@
+"""Specialised kernels for the interpreter's tests, and what they run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from batches import ORDERS, Batch, make_batch
+
+from pagegen.spec import AttentionSpec, CacheLayout, Target, TritonVariant
+from pagegen.spec.dtypes import QUERY_DTYPES
+from pagegen.targets import load_attention
+from pagegen.targets.call import AttentionCall
+
+INTERPRETER = Target("interpreter")
+DECODE = [(0, 1), (1, 1), (37, 1), (150, 1)]
+RAGGED = [(20, 20), (0, 0), (33, 1), (80, 9), (3, 3), (5, 7)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialised kernel. `fields` are those of AttentionSpec; heads are `kv_heads` times `group`."""
+
+    name: str
+    group: int
+    head_dim: int
+    block_size: int
+    order: str = "NHD"
+    dtype: str = "float32"
+    kv_heads: int = 2
+    variant: TritonVariant = TritonVariant()
+    fields: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            num_q_heads=self.kv_heads * self.group, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
+            q_dtype=self.dtype, **self.fields,
+        )  # fmt: skip
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout(block_size=self.block_size, order=ORDERS[self.order])
+
+    def batch(self, sequences: list[tuple[int, int]], **options: Any) -> Batch:
+        return make_batch(self.spec, sequences, block_size=self.block_size, order=self.order, **options)
+
+    def run(self, batch: Batch) -> AttentionCall:
+        call = batch.call()
+        load_attention(self.spec, self.layout, self.variant, INTERPRETER)(call)
+        return call
+
+
+def tiles(walk: str, kv: int = 64, rows: int = 16, splits: int = 1, **fields: Any) -> TritonVariant:
+    return TritonVariant(page_walk=walk, tile_kv=kv, tile_rows=rows, num_splits=splits, **fields)
+
+
+def coarser(spec: AttentionSpec) -> torch.dtype:
+    """The dtype whose rounding a result shows: a quantised cache is exact, once dequantised."""
+    plain = [dtype for dtype in (spec.q_dtype, spec.kv_dtype) if dtype in QUERY_DTYPES]
+    return max(plain, key=lambda dtype: torch.finfo(dtype).eps)

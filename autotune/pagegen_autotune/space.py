@@ -28,6 +28,30 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_stages": (1, 2, 3, 4),
     },
 }
+# Other ways to do the work, tried one at a time and not multiplied out: changes that belong together.
+WAYS: dict[str, tuple[dict[str, Any], ...]] = {
+    "cpp": (),
+    "triton": (
+        {"head_pieces": "padded"},
+        {"head_pieces": "split"},
+        {"dot": "mma", "tile_rows": 16},
+        *(
+            {"dot": "fma", "tile_rows": rows, "tile_kv": 16, "page_walk": walk}
+            for rows in (1, 2, 4)
+            for walk in PAGE_WALKS
+        ),
+        {"loads": "pointer"},
+        {"loads": "descriptor", "page_walk": "tile_in_page"},
+        {"reduce": "kernel"},
+        {"reduce": "last"},
+        {"split_tokens": 0, "num_splits": 8},
+        *({"split_tokens": tokens, "num_splits": 1, "programs": 0} for tokens in (256, 512, 1024)),
+        {"warp_specialize": False},
+        {"warp_specialize": True},
+    ),
+}
+# Programs a multiprocessor that share all work equally.
+SHARES = (1, 2, 4)
 Legality = Callable[[Variant], Sequence[str]]
 
 
@@ -36,7 +60,8 @@ def resources(variant: Variant) -> tuple[int, ...]:
     if isinstance(variant, TritonVariant):
         in_flight = variant.tile_kv * variant.num_stages + variant.tile_rows
         # the walks in the order of the block-table entries they read: one a tile, one a block, one a key
-        return (variant.num_warps, in_flight, variant.num_splits, PAGE_WALKS.index(variant.page_walk))
+        parts = variant.num_splits + (variant.split_tokens > 0) + (variant.programs > 0)
+        return (variant.num_warps, in_flight, parts, PAGE_WALKS.index(variant.page_walk))
     if isinstance(variant, CppVariant):
         # a larger split divides fewer sequences, so fewer partial states are kept and merged
         return (variant.tile_kv * (1 + variant.prefetch_tiles), variant.streams, -variant.split_tokens)
@@ -50,21 +75,23 @@ class Space:
     asked for and refused, with its reasons, under the variant's name.
     """
 
-    def __init__(self, start: Variant, legality: Legality) -> None:
+    def __init__(self, start: Variant, legality: Legality, ways: Sequence[dict[str, Any]] | None = None) -> None:
         self.start = start
         self.axes = AXES[start.family]
+        self.ways = WAYS[start.family] if ways is None else ways
         self.rejected: dict[str, tuple[str, ...]] = {}
         self._legality = legality
 
     def grid(self) -> list[Variant]:
-        """Every legal variant, the start first."""
+        """Every legal variant along the axes, the start first."""
         names = list(self.axes)
         points = (dict(zip(names, values, strict=True)) for values in itertools.product(*self.axes.values()))
         return self._legal([{}, *points])
 
     def neighbours(self, variant: Variant) -> list[Variant]:
-        """The legal variants one step along one axis away from `variant`, itself left out."""
-        return [v for v in self._legal(self._steps(variant), base=variant) if v != variant]
+        """The legal variants one step along one axis away from `variant`, or another way to do the work."""
+        ways = [way for way in self.ways if any(getattr(variant, name) != value for name, value in way.items())]
+        return [v for v in self._legal([*self._steps(variant), *ways], base=variant) if v != variant]
 
     def combine(self, base: Variant, moves: Iterable[Variant]) -> list[Variant]:
         """`base` with each move's changes applied, the earlier move winning where two change one field. The
@@ -115,4 +142,8 @@ def _describe(base: Variant, changes: dict[str, Any]) -> str:
 
 def space_around(start: Variant, spec: AttentionSpec, layout: CacheLayout, device: Device) -> Space:
     """The space that `pagegen.costs.legal` allows on `device`."""
-    return Space(start, lambda variant: costs.legal(spec, layout, variant, device))
+    ways = list(WAYS[start.family])
+    if start.family == "triton" and device.target.is_gpu:
+        equal = {"num_splits": 1, "split_tokens": 0, "reduce": "kernel"}
+        ways += [{"programs": 0}, *({"programs": n * device.units, **equal} for n in SHARES)]
+    return Space(start, lambda variant: costs.legal(spec, layout, variant, device), ways)

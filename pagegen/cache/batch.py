@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ class Batch:
     included; `query_start_loc` int32 [num_seqs + 1]; `slot_mapping`, `positions` and `input_ids` int64 [total_q]: where
     each query's key and value go, its position, its token id. `prefix_groups` lists (num_shared_blocks, rows) for rows
     whose first blocks are the same ones and were full and computed before this step: every query of those rows sees
-    all of them. `max_query_len` and `max_seq_len` are known on the host.
+    all of them. A row is in one group at most, and groups are chosen for the blocks they save. `query_lens`,
+    `max_query_len` and `max_seq_len` are known on the host.
     """
 
     block_table: Tensor
@@ -33,6 +34,7 @@ class Batch:
     positions: Tensor
     input_ids: Tensor
     prefix_groups: tuple[tuple[int, tuple[int, ...]], ...]
+    query_lens: tuple[int, ...]
     max_query_len: int
     max_seq_len: int
 
@@ -62,6 +64,7 @@ def build(
         positions=on_device(positions, np.int64),
         input_ids=on_device(np.frombuffer(packed, dtype=np.uintc), np.int64),
         prefix_groups=_prefix_groups(table, first // block_size),
+        query_lens=tuple(query_lens.tolist()),
         max_query_len=int(query_lens.max()),
         max_seq_len=int(last.max()),
     )
@@ -75,20 +78,57 @@ def _block_table(states: Sequence[SequenceState], counts: Ints) -> npt.NDArray[n
     return table
 
 
+@dataclass
+class _Subtree:
+    """Rows that share a longer prefix than others do: the groups found among them, (num_shared_blocks, rows), what
+    those save in blocks, and the rows in none of them."""
+
+    rows: list[int]
+    alone: list[int]
+    saved: int = 0
+    groups: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, shared: int, parts: list[_Subtree]) -> _Subtree:
+        """The subtree of `parts` that all share `shared` blocks: one more group, of the parts and single rows that save
+        more in it than among themselves, if it saves anything."""
+        joined, apart = [], []
+        for part in parts:
+            whole = shared * len(part.rows) >= part.saved + shared * len(part.alone)
+            joined += part.rows if whole else part.alone
+            apart += [] if whole else [part]
+        with_group = sum(part.saved for part in apart) + shared * (len(joined) - 1)
+        rows = [row for part in parts for row in part.rows]
+        if len(joined) > 1 and with_group >= sum(part.saved for part in parts):
+            groups = [group for part in apart for group in part.groups]
+            return cls(rows=rows, alone=[], saved=with_group, groups=[*groups, (shared, joined)])
+        return cls(
+            rows=rows, alone=[row for part in parts for row in part.alone],
+            saved=sum(part.saved for part in parts), groups=[group for part in parts for group in part.groups],
+        )  # fmt: skip
+
+
 def _prefix_groups(table: npt.NDArray[np.int32], full_blocks: Ints) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Rows with the same first block, and how many leading blocks all rows of such a group have in common. Block i of
-    a row counts only if i < full_blocks[row]."""
-    rows = np.flatnonzero(full_blocks).tolist()
+    """Groups of rows with common leading blocks, each row in one at most, chosen so that attending each group's blocks
+    once saves many: one system prompt under several documents does not hide what the rows of a document share. Block i
+    of a row counts only if i < full_blocks[row]."""
+    rows = np.flatnonzero(full_blocks)
     firsts = table[rows, 0].tolist()
     if len(set(firsts)) == len(firsts):
         return ()
-    groups: dict[int, list[int]] = {}
-    for row, block in zip(rows, firsts, strict=True):
-        groups.setdefault(block, []).append(row)
-    found = []
-    for members in groups.values():
-        if len(members) > 1:
-            common = table[members, : int(full_blocks[members].min())]
-            same = (common == common[0]).all(axis=0)
-            found.append((int(np.append(same, False).argmin()), tuple(members)))
-    return tuple(found)
+    # in the order of their blocks, rows with a common prefix stand together, and those with a longer one within
+    rows = np.array(sorted(rows.tolist(), key=lambda row: table[row, : full_blocks[row]].tobytes()))
+    same = table[rows[:-1]] == table[rows[1:]]
+    same &= np.arange(table.shape[1]) < np.minimum(full_blocks[rows[:-1]], full_blocks[rows[1:]])[:, None]
+    common = np.where(same.all(axis=1), table.shape[1], same.argmin(axis=1)).tolist()  # of neighbours
+    unfinished: list[tuple[int, list[_Subtree]]] = [(0, [])]
+    for row, shared in zip(rows.tolist(), [*common, 0], strict=True):
+        subtree = _Subtree(rows=[row], alone=[row])
+        while unfinished[-1][0] > shared:
+            depth, parts = unfinished.pop()
+            subtree = _Subtree.of(depth, [*parts, subtree])
+        if unfinished[-1][0] < shared:
+            unfinished.append((shared, []))
+        unfinished[-1][1].append(subtree)
+    found = [(shared, tuple(sorted(group))) for part in unfinished[0][1] for shared, group in part.groups]
+    return tuple(sorted(found, key=lambda group: group[1]))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from pagegen.cli import options, output
 from pagegen.cli.db import plain_failures, url_option
-from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Target, TritonVariant, Variant, Workload
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Status, Target, TritonVariant, Variant, Workload
+
+PrefixGroups = tuple[tuple[int, tuple[int, ...]], ...]
 
 # Quantities that do not add up over sequences.
 PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")
@@ -21,6 +24,14 @@ PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")
 @click.option("--batch", type=click.IntRange(min=1), required=True, help="Sequences.")
 @click.option("--context", type=click.IntRange(min=1), required=True, help="Tokens in each one's cache.")
 @click.option("--queries", type=click.IntRange(min=1), default=1, show_default=True, help="New tokens of each.")
+@click.option(
+    "--shared-prefix",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="TOKENS",
+    help="Leading tokens that all sequences have in common; whole blocks of them are shared.",
+)
 @options.target_option
 @click.option("--rejected", is_flag=True, help="Also list what the search space loses to which rule.")
 @url_option
@@ -35,6 +46,7 @@ def command(
     batch: int,
     context: int,
     queries: int,
+    shared_prefix: int,
     target: Target,
     rejected: bool,
     url: str | None,
@@ -43,22 +55,62 @@ def command(
     """The variant that is chosen for a batch, the evidence, the expected time and its share of the roofline."""
     if queries > context:
         raise click.UsageError(f"--queries must be at most --context {context}, got {queries}")
+    if shared_prefix > context - queries:
+        raise click.UsageError(
+            f"--shared-prefix must be at most the {context - queries} tokens before a sequence's queries, "
+            f"got {shared_prefix}"
+        )
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
     layout = CacheLayout(block_size=block_size, order=order)
     workload = Workload(context_lens=(context,) * batch, query_lens=(queries,) * batch)
+    groups = prefix_groups(layout, batch, shared_prefix)
     from pagegen import selection
 
     with plain_failures():
         chosen = selection.select(spec, layout, target, workload, db=url)
         device = selection.device_for(target)
-        document = explain(spec, layout, device, workload, chosen)
+        times_us = measured_us(spec, layout, device, workload, url)
+        document = explain(spec, layout, device, workload, chosen, prefix_groups=groups, times_us=times_us)
         if rejected:
             document["rejected"] = rejections(spec, layout, device)
     output.show({"model": model, **document}, as_json, lambda: _text(model, document))
 
 
+def prefix_groups(layout: CacheLayout, batch: int, shared_prefix: int) -> PrefixGroups:
+    """The one group of a batch whose sequences share their first tokens, as `PagedKVCache.batch` reports it."""
+    blocks = shared_prefix // layout.block_size
+    return ((blocks, tuple(range(batch))),) if blocks else ()
+
+
+def measured_us(
+    spec: AttentionSpec, layout: CacheLayout, device: Device, workload: Workload, url: str | None
+) -> dict[Variant, float]:
+    """The median time of every variant that was tried on exactly this batch and device. Empty without a database."""
+    from pagegen import targets
+    from pagegen.db import DatabaseError
+    from pagegen.db.block_size import measured_medians
+    from pagegen.selection.ladder import opened
+
+    try:
+        with opened(url) as db:
+            trials = db.trials(
+                spec=spec, layout=layout.canonical(spec.num_kv_heads), device=device, workload=workload,
+                status=Status.OK, code_hash=targets.code_hash(device.target),
+            )  # fmt: skip
+    except DatabaseError:  # that it cannot be read stands in the selection's reason
+        return {}
+    return {variant: us for (variant, _), us in measured_medians(trials).items()}
+
+
 def explain(
-    spec: AttentionSpec, layout: CacheLayout, device: Device, workload: Workload, chosen: Selection
+    spec: AttentionSpec,
+    layout: CacheLayout,
+    device: Device,
+    workload: Workload,
+    chosen: Selection,
+    *,
+    prefix_groups: PrefixGroups = (),
+    times_us: Mapping[Variant, float] | None = None,
 ) -> dict[str, Any]:
     """What is known about a choice, JSON-ready."""
     from pagegen import costs
@@ -79,20 +131,38 @@ def explain(
         "predicted_us": chosen.predicted_us,
         "roofline_us": roofline_us,
         "roofline_share": share,
-        "paths": paths(spec, layout, device, chosen.variant, workload),
+        "prefix_groups": [[blocks, list(rows)] for blocks, rows in prefix_groups],
+        "paths": paths(spec, layout, device, chosen.variant, workload, prefix_groups, times_us or {}),
         "quantities": quantities(spec, layout, device, chosen.variant, workload),
     }
 
 
 def paths(
-    spec: AttentionSpec, layout: CacheLayout, device: Device, variant: Variant, workload: Workload
+    spec: AttentionSpec,
+    layout: CacheLayout,
+    device: Device,
+    variant: Variant,
+    workload: Workload,
+    prefix_groups: PrefixGroups,
+    times_us: Mapping[Variant, float],
 ) -> list[dict[str, Any]]:
-    """The ways to do the step (`pagegen.lowering`), cheapest first, by predicted time; none without a known rate."""
+    """The ways to do the step (`pagegen.lowering`), the cheapest first, which is the plan; none without a known rate.
+    `dispatch` marks those whose attention is the variant that `pagegen.paged_attention` takes by itself."""
     from pagegen import lowering
 
     if not device.bandwidth_gb_s > 0:
         return []
-    return [path.to_dict() for path in lowering.paths(lowering.step_graph(spec, layout, variant, device, workload))]
+    graph = lowering.step_graph(
+        spec, layout, variant, device, workload,
+        prefix_groups=prefix_groups, measured=lowering.whole_calls(times_us),
+    )  # fmt: skip
+
+    def dispatched(step: lowering.Step) -> bool:
+        return step.variant == variant and step.does == "pagegen.paged_attention"
+
+    return [
+        {**path.to_dict(), "dispatch": any(dispatched(step) for step in path.steps)} for path in lowering.paths(graph)
+    ]
 
 
 def quantities(
@@ -142,11 +212,30 @@ def _text(model: str, document: dict[str, Any]) -> str:
         f"time      {'-' if us is None else f'{us:.1f} us'} ({time})",
         f"roofline  {'-' if roofline_us is None else f'{roofline_us:.1f} us'}, "
         f"{'-' if share is None else f'{share:.0%}'} of the {time} time",
-        *(f"path      {path['path']}: {path['us']:.1f} us (predicted)" for path in document["paths"]),
         "",
+        *_path_lines(document["paths"]),
         output.table(document["quantities"], {"name": "quantity", "value": "value", "expression": "for one sequence"}),
     ]
     if "rejected" in document:
         columns = {"variants": "variants", "reason": "rejected because", "example": "such as"}
         lines += ["", output.table(document["rejected"], columns) if document["rejected"] else "no variant is rejected"]
     return "\n".join(lines)
+
+
+def _path_lines(paths: list[dict[str, Any]]) -> list[str]:
+    """The plan and its alternatives, aligned: other ways to write with the plan's way to attend, and the other way
+    about. Nothing where no path has a known cost."""
+    rows = []
+    for i, path in enumerate(paths):
+        if set(_halves(path)) & set(_halves(paths[0])):
+            mark = " ".join(["plan"] * (i == 0) + ["dispatch"] * path["dispatch"])
+            rows.append({**path, "us": f"{path['us']:.1f}", "mark": mark})
+    columns = {"path": "step, cheapest path first", "us": "us", "cost": "cost", "mark": ""}
+    return [output.table(rows, columns), ""] if rows else []
+
+
+def _halves(path: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the steps that write, and of those that attend."""
+    names = [step["step"] for step in path["steps"]]
+    written = next(i for i, step in enumerate(path["steps"]) if step["to"] == "written") + 1
+    return tuple(names[:written]), tuple(names[written:])

@@ -4,5 +4,34 @@ from pagegen.costs.candidates import candidates
 from pagegen.costs.devices import shipped_device
 from pagegen.costs.model import flops, kv_bytes, predict_us, reduce_us, roofline_us
 from pagegen.costs.rules import legal
+from pagegen.costs.steps import (
+    dense_us,
+    gather_us,
+    merge_us,
+    prefix_workloads,
+    reference_us,
+    rotate_us,
+    rotate_write_us,
+    with_reuse,
+    write_us,
+)
 
-__all__ = ["candidates", "flops", "kv_bytes", "legal", "predict_us", "reduce_us", "roofline_us", "shipped_device"]
+__all__ = [
+    "candidates",
+    "dense_us",
+    "flops",
+    "gather_us",
+    "kv_bytes",
+    "legal",
+    "merge_us",
+    "predict_us",
+    "prefix_workloads",
+    "reduce_us",
+    "reference_us",
+    "roofline_us",
+    "rotate_us",
+    "rotate_write_us",
+    "shipped_device",
+    "with_reuse",
+    "write_us",
+]

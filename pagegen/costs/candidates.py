@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonVariant, Variant
-from pagegen.spec.variant import cheapest_walk, next_power_of_two
+from pagegen.spec.variant import cheapest_walk, next_power_of_two, pieces
 
 TILE_KVS = (32, 64, 128)
 NUM_SPLITS = (1, 2, 4, 8, 16, 32)
+NUM_STAGES = (2, 3)
 # Values a thread, by the weights of `_warps`: at 116 (64 rows, 32 keys, head dim 128, 4 warps) kernels compile without
 # spills on sm_80, at 128 (64 rows, 128 keys, head dim 64) they spill.
 MAX_VALUES = 120
@@ -24,24 +25,32 @@ def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, deco
             for split_tokens in (512, 2048, 8192)
         )
     heads = max(16, next_power_of_two(spec.group))
+    rows: tuple[int, ...] = (min(64, heads),) if decode else (64, 128)
+    if max(spec.head_dim, spec.v_head_dim) > 256:  # a latent cache: a few of its many heads fill a tile
+        rows = (16, 32)
+    split = sum(pieces(spec.head_dim, "split")) < sum(pieces(spec.head_dim, "padded"))
     found = []
-    for tile_rows in (heads,) if decode else sorted({max(64, heads), max(128, heads)}):
+    for tile_rows in rows:
         for tile_kv in TILE_KVS:
             num_warps = _warps(spec, tile_rows, tile_kv)
-            if num_warps is None or tile_rows > 256:
+            if num_warps is None:
                 continue
             one = TritonVariant(
                 tile_rows=tile_rows,
                 tile_kv=tile_kv,
                 page_walk=cheapest_walk(layout.block_size, tile_kv),
+                head_pieces="split" if split else "padded",
                 num_warps=num_warps,
-                num_stages=2,
             )
-            found += [replace(one, num_splits=n) for n in (NUM_SPLITS if decode else (1,))]
+            found += [
+                replace(one, num_splits=n, num_stages=stages)
+                for stages in NUM_STAGES
+                for n in (NUM_SPLITS if decode else (1,))
+            ]
     return tuple(found)
 
 
 def _warps(spec: AttentionSpec, tile_rows: int, tile_kv: int) -> int | None:
     """Warps that hold the accumulator, the scores and half of q in registers without spilling; None for too many."""
-    widths = next_power_of_two(spec.v_head_dim) + 1.25 * tile_kv + next_power_of_two(spec.head_dim) / 2
+    widths = sum(pieces(spec.v_head_dim, "split")) + 1.25 * tile_kv + sum(pieces(spec.head_dim, "split")) / 2
     return next((warps for warps in (4, 8) if tile_rows * widths / (32 * warps) <= MAX_VALUES), None)

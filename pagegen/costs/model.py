@@ -79,13 +79,13 @@ def _floor_bytes(values: dict[str, Any]) -> float:
     return s.total(s.KV_BYTES + s.QUERY_BYTES + s.METADATA_BYTES, values)
 
 
-def _bytes_per_us(device: Device) -> float:
+def bytes_per_us(device: Device) -> float:
     if not device.bandwidth_gb_s > 0:
         raise ValueError(f"device must have a known bandwidth_gb_s, got {device.bandwidth_gb_s} for {device.name}")
     return device.bandwidth_gb_s * 1e3
 
 
-def _flops_per_us(spec: AttentionSpec, device: Device) -> float:
+def flops_per_us(spec: AttentionSpec, device: Device) -> float:
     """The dense matrix rate for the spec's dtype; infinite where it is not known, so that memory alone decides."""
     if not device.matrix_tflops > 0:
         return math.inf
@@ -101,7 +101,7 @@ def roofline_us(spec: AttentionSpec, layout: CacheLayout, device: Device, worklo
     bandwidth is not known.
     """
     values = _bind(spec, layout, workload)
-    return max(_floor_bytes(values) / _bytes_per_us(device), s.total(s.FLOPS, values) / _flops_per_us(spec, device))
+    return max(_floor_bytes(values) / bytes_per_us(device), s.total(s.FLOPS, values) / flops_per_us(spec, device))
 
 
 def predict_us(spec: AttentionSpec, layout: CacheLayout, variant: Variant, device: Device, workload: Workload) -> float:
@@ -119,42 +119,62 @@ def predict_us(spec: AttentionSpec, layout: CacheLayout, variant: Variant, devic
 
 
 def _predict_triton(spec: AttentionSpec, variant: TritonVariant, device: Device, values: dict[str, Any]) -> float:
-    bytes_per_us, flops_per_us = _bytes_per_us(device), _flops_per_us(spec, device) * MATRIX_EFFICIENCY
+    memory_rate, matrix_rate = bytes_per_us(device), flops_per_us(spec, device) * MATRIX_EFFICIENCY
     units = max(1, device.units)
     programs = s.total(s.PROGRAMS, values)
     if not programs:
         return LAUNCH_US
     slots = units * _resident(variant, device, values)
-    tiles = np.broadcast_to(s.evaluate(s.TILES_PER_PROGRAM, values), np.shape(values["context"]))
+    longest_tiles = float(s.evaluate(s.TILES_PER_PROGRAM, values).max())
+    if variant.programs:  # all have the same number of tiles, so nobody waits for a longest one
+        programs, longest_tiles = _shares(variant, values)
     tile_bytes = variant.tile_kv * values["kv_token_bytes"] / values["num_kv_heads"]
-    tile_flops = 2 * variant.tile_rows * variant.tile_kv * (values["padded_head_dim"] + values["padded_v_head_dim"])
+    columns = float(s.evaluate(s.HEAD_COLUMNS + s.V_COLUMNS, values))
+    tile_flops = 2 * variant.tile_rows * variant.tile_kv * columns
 
     # a multiprocessor draws what its programs keep in flight, at most twice its even share (Little's law)
     stages = float(s.evaluate(s.STAGES_IN_FLIGHT, values))
     in_flight = max(1.0, min(slots, programs) / units) * stages * tile_bytes
-    unit_bytes_per_us = min(UNIT_SHARE * bytes_per_us / units, in_flight / LOAD_LATENCY_US)
-    reachable = min(MEMORY_EFFICIENCY * bytes_per_us, min(units, programs) * unit_bytes_per_us)
+    unit_rate = min(UNIT_SHARE * memory_rate / units, in_flight / LOAD_LATENCY_US)
+    reachable = min(MEMORY_EFFICIENCY * memory_rate, min(units, programs) * unit_rate)
     memory_us = _floor_bytes(values) / reachable
-    matrix_us = s.total(s.EXECUTED_FLOPS, values) / (flops_per_us * min(1.0, programs / units))
+    matrix_us = s.total(s.EXECUTED_FLOPS, values) / (matrix_rate * min(1.0, programs / units))
     waves = programs / slots
     stretch = math.ceil(waves) / waves if waves > 1 else 1.0
     # the longest program alone: each tile waits for its loads, less what the pipeline hides
-    tile_us = max(LOAD_LATENCY_US / stages, tile_bytes / unit_bytes_per_us, tile_flops / (flops_per_us / units))
-    longest_us = LOAD_LATENCY_US + float(tiles.max()) * tile_us
-    reducing_us = _reduce_us(device, values) if variant.num_splits > 1 else 0.0
-    expected: float = LAUNCH_US + max(memory_us * stretch, matrix_us * stretch, longest_us) + reducing_us
-    return expected
+    tile_us = max(LOAD_LATENCY_US / stages, tile_bytes / unit_rate, tile_flops / (matrix_rate / units))
+    longest_us = LOAD_LATENCY_US + longest_tiles * tile_us
+    expected: float = LAUNCH_US + max(memory_us * stretch, matrix_us * stretch, longest_us)
+    return expected + _reduce_us(variant, device, values)
 
 
-def _reduce_us(device: Device, values: dict[str, Any]) -> float:
-    return LAUNCH_US + s.total(s.PARTIAL_BYTES, values) / (MEMORY_EFFICIENCY * _bytes_per_us(device))
+def _shares(variant: TritonVariant, values: dict[str, Any]) -> tuple[float, float]:
+    """Programs that have something to do where they share all key tiles, and the key tiles of each."""
+    tiles = s.total(s.PROGRAMS * s.TILES_PER_PROGRAM, values)
+    programs = min(float(variant.programs), max(tiles, 1.0))
+    return programs, float(math.ceil(tiles / programs))
+
+
+def _reduce_us(variant: TritonVariant, device: Device, values: dict[str, Any]) -> float:
+    """Merging partial states: their way out and in again, and who does it."""
+    memory_rate = MEMORY_EFFICIENCY * bytes_per_us(device)
+    if variant.programs:  # one launch counts tiles beforehand, and one merges what each began and ended within
+        programs, _ = _shares(variant, values)
+        columns = int(values["v_head_dim"]) + 1
+        return 2 * LAUNCH_US + LOAD_LATENCY_US + 2 * 2 * 4 * programs * variant.tile_rows * columns / memory_rate
+    if not variant.splits:
+        return 0.0
+    partial_us = s.total(s.PARTIAL_BYTES, values) / memory_rate
+    # the last to finish waits for a counter and then for the partial states: two dependent loads and no launch
+    return partial_us + (2 * LOAD_LATENCY_US if variant.reduce == "last" else LAUNCH_US)
 
 
 def reduce_us(
     spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, device: Device, workload: Workload
 ) -> float:
-    """The part of `predict_us` that merging the splits takes: a launch, and the partial states out and in again."""
-    return _reduce_us(device, {**_bind(spec, layout, workload), **s.bind_variant(variant)})
+    """The part of `predict_us` that merging partial states takes; 0 for a variant that has none."""
+    values = {**_bind(spec, layout, workload), **s.bind_variant(variant), **s.bind_device(device)}
+    return _reduce_us(variant, device, values)
 
 
 def _resident(variant: TritonVariant, device: Device, values: dict[str, Any]) -> int:
@@ -177,8 +197,8 @@ def _predict_cpp(
     if not num_items:
         return CPU_CALL_US
     share = _walk_share(spec, layout, variant)
-    memory_us = _floor_bytes(values) / (_bytes_per_us(device) * share)
-    rate = min(_flops_per_us(spec, device), _cpu_flops_per_us(spec, device)) * MATRIX_EFFICIENCY
+    memory_us = _floor_bytes(values) / (bytes_per_us(device) * share)
+    rate = min(flops_per_us(spec, device), _cpu_flops_per_us(spec, device)) * MATRIX_EFFICIENCY
     matrix_us = s.total(s.CPU_FLOPS, values) / rate + s.total(s.CPU_TILES, values) * CPU_TILE_US / threads
     # Items are handed out longest first. The call ends no sooner than its longest item, and a few equal items leave
     # threads idle in the last turn.

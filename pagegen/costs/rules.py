@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sympy import Eq, Ge, Le, Mod
+from sympy import Eq, Ge, Le, Lt, Max, Mod
 
 from pagegen.costs import symbols as s
 from pagegen.spec import AttentionSpec, CacheLayout, Device, TritonVariant, Variant
@@ -30,18 +30,15 @@ def _walks(page_walk: str) -> Callable[[Variant, Device], bool]:
     return lambda variant, device: isinstance(variant, TritonVariant) and variant.page_walk == page_walk
 
 
+def _descriptors(variant: Variant, device: Device) -> bool:
+    return isinstance(variant, TritonVariant) and variant.loads == "descriptor"
+
+
 def _on_known_gpu(variant: Variant, device: Device) -> bool:
     return isinstance(variant, TritonVariant) and device.target.is_gpu and device.shared_memory_kib > 0
 
 
 RULES = (
-    Rule(
-        name="group_fits_tile",
-        applies=_triton,
-        condition=Ge(s.tile_rows, s.padded_group),
-        reason="tile_rows {tile_rows} is below {padded_group}, the power of two that holds the {group} query heads "
-        "of one KV head",
-    ),
     Rule(
         name="tile_in_page",
         applies=_walks("tile_in_page"),
@@ -56,6 +53,40 @@ RULES = (
         # tile_kv is a power of two, so a block_size that divides it is one too
         reason='page_walk "pages_in_tile" needs a power-of-two block_size that divides tile_kv {tile_kv}, '
         "got block_size {block_size}",
+    ),
+    Rule(
+        name="descriptor_hardware",
+        applies=lambda variant, device: _descriptors(variant, device) and device.target.is_gpu,
+        condition=Ge(s.capability, 90),
+        reason="descriptor loads need a tensor memory accelerator (sm_90 or later)",
+    ),
+    Rule(
+        name="descriptor_alignment",
+        applies=_descriptors,
+        condition=Eq(Mod(s.head_dim * s.kv_element_bytes, 16), 0) & Eq(Mod(s.v_head_dim * s.kv_element_bytes, 16), 0),
+        reason="descriptor loads need rows of whole 16 bytes, got head dims {head_dim} and {v_head_dim} of "
+        "{kv_element_bytes:g} bytes",
+    ),
+    Rule(
+        name="warp_specialize_hardware",
+        applies=lambda variant, device: isinstance(variant, TritonVariant) and variant.warp_specialize,
+        condition=Ge(s.capability, 100) & Lt(s.capability, 120),
+        reason="warp specialisation needs tcgen05 (sm_100 to sm_110)",
+    ),
+    Rule(
+        name="fma_rows",
+        applies=lambda variant, device: isinstance(variant, TritonVariant) and variant.dot == "fma",
+        # every product of a tile is a value in registers before it is summed: 128 a thread
+        condition=Le(
+            s.tile_rows * s.tile_kv * Max(s.head_columns, s.v_columns), 128 * s.num_warps * Max(s.warp_size, 32)
+        ),
+        reason="multiply-adds over {tile_rows} rows and {tile_kv} keys need more registers than {num_warps} warps have",
+    ),
+    Rule(
+        name="batch_invariant_schedule",
+        applies=_triton,
+        condition=Eq(s.batch_invariant, 0) | Eq(s.programs, 0),
+        reason="equal shares of a batch's work cut a row's keys by what else is in the batch",
     ),
     Rule(
         name="threads",

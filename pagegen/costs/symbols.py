@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import sympy
 from numpy.typing import NDArray
-from sympy import Ge, Le, Max, Min, Piecewise, Sum, ceiling, floor
+from sympy import Eq, Ge, Le, Max, Min, Piecewise, Sum, ceiling, floor
 from sympy.printing.numpy import NumPyPrinter
 
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant, bytes_per_element
-from pagegen.spec.variant import next_power_of_two
+from pagegen.spec.variant import pieces
 from pagegen.spec.workload import Workload
 
 
@@ -28,25 +28,27 @@ def _symbols(names: str) -> Any:
 
 # workload, one sequence: `context` tokens in the cache, `queries` of this step among them
 context, queries = _symbols("context queries")
-# spec; `window` is larger than any context where the layer has none; the padded dims are powers of two
-num_q_heads, num_kv_heads, group, padded_group = _symbols("num_q_heads num_kv_heads group padded_group")
-head_dim, v_head_dim, padded_head_dim, padded_v_head_dim = _symbols(
-    "head_dim v_head_dim padded_head_dim padded_v_head_dim"
+# spec; `window` is larger than any context where the layer has none; the padded dims are powers of two, the split ones
+# sums of two; `shared_values` is 1 where values are columns of the keys
+num_q_heads, num_kv_heads, group = _symbols("num_q_heads num_kv_heads group")
+head_dim, v_head_dim, padded_head_dim, padded_v_head_dim, split_head_dim, split_v_head_dim = _symbols(
+    "head_dim v_head_dim padded_head_dim padded_v_head_dim split_head_dim split_v_head_dim"
 )
-window, causal = _symbols("window causal")
+window, causal, shared_values, batch_invariant = _symbols("window causal shared_values batch_invariant")
 query_element_bytes, kv_element_bytes = sympy.symbols("query_element_bytes kv_element_bytes", positive=True)
 kv_token_bytes = _symbols("kv_token_bytes")  # K and V of one token, all heads, scales included
 block_size = _symbols("block_size")
 # variant
 tile_rows, tile_kv, num_splits, num_warps, num_stages = _symbols("tile_rows tile_kv num_splits num_warps num_stages")
-split_tokens = _symbols("split_tokens")
+split_tokens, programs, splits_head = _symbols("split_tokens programs splits_head")  # the last: 0 or 1
 # device
 shared_limit_bytes, warp_size, max_threads = _symbols("shared_limit_bytes warp_size max_threads")
-is_amd, has_wgmma = _symbols("is_amd has_wgmma")  # 0 or 1
+is_amd, has_wgmma, capability = _symbols("is_amd has_wgmma capability")  # 0 or 1; the last 90 for sm_90, 0 on AMD
 
 
 # intermediate quantities, defined below in DEFINITIONS
-pairs, mean_keys, query_tiles, tile_pairs = _symbols("pairs mean_keys query_tiles tile_pairs")
+pairs, mean_keys, query_tiles, tile_pairs, parts = _symbols("pairs mean_keys query_tiles tile_pairs parts")
+head_columns, v_columns = _symbols("head_columns v_columns")
 
 
 def _capped_sum(first: Any, last: Any, cap: Any) -> Any:
@@ -78,29 +80,45 @@ WASTED_SLOTS = BLOCKS * block_size - context
 METADATA_BYTES = 4 * BLOCKS + 8 + 8 * queries
 
 # --- the Triton kernel ----------------------------------------------------------------------------------
-# Rows of a tile are (query, head of the group) pairs, so a tile holds floor(tile_rows / group) queries.
-QUERY_TILES = ceiling(queries / floor(tile_rows / group))
-PROGRAMS = query_tiles * num_kv_heads * num_splits
+# A head dim of one piece or of two, as the tiles hold it.
+HEAD_COLUMNS = Piecewise((split_head_dim, splits_head > 0), (padded_head_dim, True))
+V_COLUMNS = Piecewise((split_v_head_dim, splits_head > 0), (padded_v_head_dim, True))
+# Parts of a sequence's keys: a fixed number, or as many as its context has of a fixed size.
+PARTS = Piecewise((Max(ceiling(context / Max(split_tokens, 1)), 1), split_tokens > 0), (num_splits, True))
+# Rows of a tile are (query, head of the group) pairs: a tile holds floor(tile_rows / group) queries, or a part of the
+# heads of one.
+QUERY_TILES = Piecewise(
+    (ceiling(queries / Max(floor(tile_rows / group), 1)), Le(group, tile_rows)),
+    (queries * ceiling(group / tile_rows), True),
+)
+PROGRAMS = query_tiles * num_kv_heads * parts
 # A program runs over whole key tiles; with a causal mask a query tile stops at its own last key, pairs/queries on
 # average.
 MEAN_KEYS = pairs / Max(queries, 1)
-TILES_PER_PROGRAM = ceiling(mean_keys / (tile_kv * num_splits))
-EXECUTED_FLOPS = PROGRAMS * tile_rows * TILES_PER_PROGRAM * tile_kv * 2 * (padded_head_dim + padded_v_head_dim)
+TILES_PER_PROGRAM = ceiling(mean_keys / (tile_kv * parts))
+EXECUTED_FLOPS = PROGRAMS * tile_rows * TILES_PER_PROGRAM * tile_kv * 2 * (head_columns + v_columns)
 # Every split writes an unnormalised float32 row and its log-sum-exp, and the reduce kernel reads them again.
-PARTIAL_BYTES = 2 * 4 * queries * num_q_heads * num_splits * (v_head_dim + 1)
-# Fitted to what Triton 3.7 gave the attention template (33 kernels on seven archs; exact to 0.5 KiB or above): one K
-# and one V tile whatever the stages, a second pair where wgmma or tcgen05 reads tiles of 64 rows or more from shared
-# memory, and one pair a stage past the second on AMD; q and p pass through it on their way to the matrix unit.
+PARTIAL_BYTES = 2 * 4 * queries * num_q_heads * parts * (v_head_dim + 1)
+# What Triton 3.7 gave the attention template: a K and a V tile a stage past the first, since the block ids are looked
+# up a turn ahead and no load waits; one more pair where wgmma or tcgen05 reads tiles of 64 rows or more from shared
+# memory, which then keeps p in registers; q, but on AMD, and p pass through it on their way to the matrix unit.
+# AMD's compiler keeps a second pair for three stages only, and q for tiles of few rows.
 TILE_PAIRS = Piecewise(
-    (Max(1, num_stages - 2), is_amd > 0), (2, (has_wgmma > 0) & Ge(tile_rows, 64) & Ge(num_stages, 2)), (1, True)
+    (1 + Piecewise((1, Eq(num_stages, 3)), (0, True)), is_amd > 0),
+    (Max(2, num_stages), (has_wgmma > 0) & Ge(tile_rows, 64) & Ge(num_stages, 2)),
+    (Max(1, num_stages - 1), True),
+)
+PASSING_COLUMNS = Piecewise(
+    (tile_kv, (is_amd > 0) & Ge(tile_rows, 64)),
+    (head_columns + 2 * tile_kv, is_amd > 0),
+    (head_columns, (has_wgmma > 0) & Ge(tile_rows, 64)),
+    (head_columns + tile_kv, True),
 )
 SHARED_BYTES = (
-    tile_pairs * tile_kv * (padded_head_dim + padded_v_head_dim) * kv_element_bytes
-    + tile_rows * (padded_head_dim + tile_kv) * query_element_bytes
-    + 512
+    tile_pairs * tile_kv * (head_columns + (1 - shared_values) * v_columns) * kv_element_bytes
+    + tile_rows * PASSING_COLUMNS * query_element_bytes
 )
-# Stages past the second change nothing on NVIDIA: the load of a tile waits for its block-table entry.
-STAGES_IN_FLIGHT = Min(num_stages, 2)
+STAGES_IN_FLIGHT = Max(1, num_stages - 1)
 
 # --- the C++ kernel -------------------------------------------------------------------------------------
 # A sequence of at most 64 rows divides its keys; one with more divides its rows, down to 32 an item.
@@ -119,6 +137,9 @@ DEFINITIONS: Mapping[Any, Any] = {
     mean_keys: MEAN_KEYS,
     query_tiles: QUERY_TILES,
     tile_pairs: TILE_PAIRS,
+    parts: PARTS,
+    head_columns: HEAD_COLUMNS,
+    v_columns: V_COLUMNS,
 }
 _key = sympy.Symbol("k", integer=True, positive=True)
 # What `pairs` means; the closed form above is what is evaluated.
@@ -202,13 +223,15 @@ def bind_spec(spec: AttentionSpec, layout: CacheLayout) -> dict[str, Any]:
         "num_q_heads": spec.num_q_heads,
         "num_kv_heads": spec.num_kv_heads,
         "group": spec.group,
-        "padded_group": next_power_of_two(spec.group),
         "head_dim": spec.head_dim,
         "v_head_dim": spec.v_head_dim,
-        # tl.dot needs 16 columns at least
-        "padded_head_dim": max(16, next_power_of_two(spec.head_dim)),
-        "padded_v_head_dim": max(16, next_power_of_two(spec.v_head_dim)),
+        "padded_head_dim": sum(pieces(spec.head_dim, "padded")),
+        "padded_v_head_dim": sum(pieces(spec.v_head_dim, "padded")),
+        "split_head_dim": sum(pieces(spec.head_dim, "split")),
+        "split_v_head_dim": sum(pieces(spec.v_head_dim, "split")),
         "causal": int(spec.causal),
+        "shared_values": int(spec.shared_kv),
+        "batch_invariant": int(spec.batch_invariant),
         "query_element_bytes": spec.q_dtype.itemsize,
         "kv_element_bytes": float(bytes_per_element(spec.kv_dtype)),
         "kv_token_bytes": spec.kv_bytes_per_token,
@@ -220,12 +243,13 @@ def bind_variant(variant: Variant) -> dict[str, Any]:
     """Values for the symbols of a variant."""
     names: tuple[str, ...]
     if isinstance(variant, TritonVariant):
-        names = ("tile_rows", "tile_kv", "num_splits", "num_warps", "num_stages")
+        names = ("tile_rows", "tile_kv", "num_splits", "split_tokens", "programs", "num_warps", "num_stages")
     elif isinstance(variant, CppVariant):
         names = ("tile_kv", "split_tokens")
     else:
         raise TypeError(f"variant must be a TritonVariant or a CppVariant, got {type(variant).__name__}")
-    return {name: getattr(variant, name) for name in names}
+    splits_head = isinstance(variant, TritonVariant) and variant.head_pieces == "split"
+    return {**{name: getattr(variant, name) for name in names}, "splits_head": int(splits_head)}
 
 
 def bind_device(device: Device) -> dict[str, Any]:
@@ -234,6 +258,7 @@ def bind_device(device: Device) -> dict[str, Any]:
         "shared_limit_bytes": int(device.shared_memory_kib * 1024),
         "warp_size": device.target.warp_size,
         "is_amd": int(device.target.kind == "hip"),
+        "capability": device.target.capability if device.target.kind == "cuda" else 0,
         # consumer Blackwell (sm_120) has neither wgmma nor tcgen05
         "has_wgmma": int(device.target.kind == "cuda" and 90 <= device.target.capability < 120),
         # 1024 threads a program on every CUDA and HIP arch; the table's figure is per multiprocessor

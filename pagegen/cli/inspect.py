@@ -10,10 +10,16 @@ from pagegen.cli import options, output
 from pagegen.spec import AttentionSpec, CacheLayout, Target, TritonVariant
 
 _COLUMNS = {
-    "target": "target", "kernel": "kernel", "registers": "registers", "spills": "spills",
-    "shared_bytes": "shared B", "programs_per_unit": "programs/unit", "instructions": "instr/tile",
-    "matrix": "matrix/tile", "async_copies": "async copies/tile", "variant": "variant",
+    "target": "target", "kernel": "kernel", "registers": "regs", "spills": "spills", "shared_bytes": "shared",
+    "programs_per_unit": "per unit", "instructions": "instrs", "matrix": "matrix", "matrix_kind": "kind",
+    "async_copies": "async", "descriptor_copies": "descr", "wide_loads": "wide", "narrow_loads": "narrow",
+    "local_memory": "local", "integer_divisions": "idiv", "variant": "variant",
 }  # fmt: skip
+_LEGEND = """
+regs and spills are a thread's, shared is bytes, per unit is programs resident on one multiprocessor or compute unit.
+Of one turn of the loop over key tiles: its instructions, its matrix instructions and their kind, copies of 16 bytes
+into shared memory (async), copies of whole tiles by descriptor (descr), loads of 16 bytes into registers (wide), loads
+of fewer (narrow: block numbers, scales), accesses to local memory and divisions of integers."""
 
 
 @click.command()
@@ -33,7 +39,7 @@ def command(
     variant_name: str | None,
     as_json: bool,
 ) -> None:
-    """Registers, spills, shared memory, occupancy and instructions a tile, with no such GPU present."""
+    """Registers, spills, occupancy and what the main loop is made of, with no such GPU present."""
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
     layout = CacheLayout(block_size=block_size, order=order)
     targets = [_gpu(name) for name in names.split(",")]
@@ -42,13 +48,16 @@ def command(
         for target in targets
         for decode in (True, False)
     ]
-    output.show(
-        {"model": model, "block_size": block_size, "kernels": rows}, as_json, lambda: output.table(rows, _COLUMNS)
-    )
+    output.show({"model": model, "block_size": block_size, "kernels": rows}, as_json, lambda: _table(rows))
     failed = [row for row in rows if row.get("error")]
     if failed:
         first = failed[0]
         raise output.Failure(f"{first['kernel']} does not compile for {first['target']}: {first['error']}")
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    shown = [{**row, **(row.get("loop") or {})} for row in rows]
+    return output.table(shown, _COLUMNS) + "\n" + _LEGEND
 
 
 def _gpu(name: str) -> Target:
@@ -82,4 +91,4 @@ def _row(
         return {"target": str(target), "kernel": "decode" if decode else "ragged", "error": error.detail}
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    return {**facts, **(facts["loop"] or {}), "variant": variant.name}
+    return {**facts, "variant": variant.name}

@@ -15,7 +15,7 @@ INVARIANT_SPLIT_TOKENS = 1024
 
 
 def default_variant(spec: AttentionSpec, layout: CacheLayout, target: Target, *, decode: bool) -> TritonVariant:
-    """A variant that compiles without spills from sm_80 on, on gfx942 and on gfx950, and leaves registers for two programs
+    """A variant that compiles without spills from sm_80 on, on gfx942 and gfx950, and leaves registers for two programs
     a multiprocessor in decode (tests/kernels/test_offline.py; exceptions are named there)."""
     widest = max(spec.head_dim, spec.v_head_dim)
     tile_kv = 64 if widest <= 128 else 32
@@ -49,7 +49,7 @@ def _warps(spec: AttentionSpec, rows: int, tile_kv: int) -> int:
 
 
 def _stages(spec: AttentionSpec, target: Target, tile_kv: int) -> int:
-    """3 where two programs with two K and two V tiles each fit the shared memory of a multiprocessor: of 160 KiB or more
+    """3 where two programs with two K and two V tiles each fit the shared memory of a multiprocessor: 160 KiB or more
     on sm_80, sm_90 and sm_100. AMD's compute units have 64 KiB (gfx950: 160), sm_86, sm_89 and sm_120 have 99."""
     large = target.kind == "cuda" and target.capability in (80, 90, 100, 103)
     return 3 if large and max(spec.head_dim, spec.v_head_dim) <= 256 else 2

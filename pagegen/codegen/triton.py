@@ -24,7 +24,7 @@ REDUCE_CHUNK = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a call and a target fix beyond the variant: whether it is decode (one query a sequence), has a tree mask, and
+    """What a call and a target fix beyond the variant: whether it is decode (one query a sequence), has a tree mask and
     wants the logarithms of the denominators; whether some tensor of it needs offsets of 64 bits; whether to compute in
     float32 (the interpreter); whether the target converts float8 or bits are decoded."""
 
@@ -129,8 +129,8 @@ def storage(spec: AttentionSpec, form: Form) -> str:
 
 
 def render_attention(spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, form: Form) -> str:
-    """The specialised source of one attention kernel and its launcher (`launch`, or `launch_balanced`), as one file that
-    runs without pagegen."""
+    """The specialised source of one attention kernel and its launcher (`launch`, or `launch_balanced`), as one file
+    that runs without pagegen."""
     bound = bindings(spec, layout, variant, form)
     kind = "decode" if form.decode else "ragged"
     heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads"

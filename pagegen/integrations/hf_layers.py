@@ -65,6 +65,8 @@ def _refusal(config: Any, layer: int, module: nn.Module, spec: AttentionSpec) ->
     """Why this layer is not paged attention over its own cache, or None."""
     if spec.shared_kv:
         return "latent attention (MLA) caches what this integration does not write"
+    if spec.mask_mod:
+        return "chunked attention: transformers' mask for it is not one that this integration passes on"
     if spec.alibi:
         return "ALiBi slopes do not reach a registered attention function"
     shared = getattr(config, "num_kv_shared_layers", None) or 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagegen import modifiers
-from pagegen.ops import checks
+from pagegen.ops import cache_checks, checks
 from pagegen.spec import Variant, dtype_name, parse_dtype
 
 
@@ -55,13 +56,14 @@ def paged_attention(
     `logit_softcap` c makes a score c*tanh(score/c); `alibi_slopes` [Hq] adds slope*(k_pos - q_pos); `sinks` [Hq]
     is one extra logit a head in the denominator. `k_scale`, `v_scale` (a float, [Hkv] or [num_blocks,
     block_size, Hkv]), `k_zero`, `v_zero` and `kv_dtype` describe a quantised cache. `tree_mask` bool [total_q,
-    max_query_len] says which of this step's own tokens a query sees.
+    max_query_len] says which of this step's own tokens a query sees. `score_mod` and `mask_mod` are modifiers or their
+    names; the tensors that they captured are read as they are now, and are inputs of a compiled graph.
 
     Returns [total_q, Hq, Dv] in q's dtype, and with `return_lse` also float32 [total_q, Hq] (natural log). A row
     with nothing to attend gives 0 and -inf. Raises TypeError or ValueError naming the argument, what was
     expected and what came, before any memory is touched.
     """
-    options = {
+    options: dict[str, Any] = {
         "query_start_loc": query_start_loc,
         "max_query_len": max_query_len,
         "max_seq_len": max_seq_len,
@@ -76,14 +78,17 @@ def paged_attention(
         "k_zero": k_zero,
         "v_zero": v_zero,
         "tree_mask": tree_mask,
-        "score_mod": _modifier_name(score_mod, "score"),
-        "mask_mod": _modifier_name(mask_mod, "mask"),
-        "kv_dtype": None if kv_dtype is None else dtype_name(parse_dtype(kv_dtype, "kv_dtype")),
+        "score_mod": None,
+        "mask_mod": None,
+        "captures": None,
+        "kv_dtype": _dtype_name(kv_dtype),
         "v_head_dim": v_head_dim,
         "batch_invariant": batch_invariant,
         "return_lse": return_lse,
         "variant": variant.name if isinstance(variant, Variant) else variant,
     }
+    if score_mod is not None or mask_mod is not None:
+        options.update(_modifiers(score_mod, mask_mod))
     if out is None:
         result, lse = torch.ops.pagegen.paged_attention(q, k_cache, v_cache, block_table, seq_lens, **options)
     else:
@@ -94,56 +99,107 @@ def paged_attention(
 
 def write_kv(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
+    kv_dtype: torch.dtype | str | None = None,
 ) -> None:
     """Stores k [num_tokens, Hkv, D] and v [num_tokens, Hkv, Dv] at slot_mapping int64 [num_tokens], where slot =
-    block * block_size + offset; -1 skips a token. An 8-bit cache stores value / scale, rounded to nearest even
-    and saturated. Raises TypeError or ValueError naming the argument."""
+    block * block_size + offset; -1 skips a token. `v=None` with `v_cache=None` writes K alone (a latent cache, whose
+    values are the first columns of K). Caches may have any strides with a unit last one that do not overlap.
+
+    What is stored is value / scale + zero, both rounded to float32, then to the nearest value that the cache can hold,
+    ties to even. Scales (a float, [Hkv] or float32 [num_blocks, block_size, Hkv]) and, for int8 and int4 caches, zero
+    points (of the same shapes) are those that `paged_attention` reads with; `kv_dtype` says what the cache holds where
+    its dtype is storage: uint8 holding float8 or int8, uint8 or int8 holding packed int4 [.., D / 2], low nibble first.
+    float8 (to 448, e5m2 57344), int8 (-128..127) and int4 (-8..7) saturate, infinities too; NaN stays NaN in float8
+    and is 0 in integers. float16 and bfloat16 caches overflow to infinity, as torch's casts do.
+
+    One kernel launch, or one C++ call. A scale given as a float, or for only one of K and V, becomes a tensor first:
+    on a GPU one small fill more. Raises TypeError or ValueError naming the argument."""
     torch.ops.pagegen.write_kv(
-        k, v, k_cache, v_cache, slot_mapping, k_scale=_scale(k_scale, k), v_scale=_scale(v_scale, k)
-    )
+        k, v, k_cache, v_cache, slot_mapping,
+        k_scale=_scale(k_scale, k), v_scale=_scale(v_scale, k), k_zero=k_zero, v_zero=v_zero,
+        kv_dtype=_dtype_name(kv_dtype),
+    )  # fmt: skip
 
 
 def rope_write_kv(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     positions: Tensor,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     interleaved: bool = False,
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
+    kv_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
-    """Rotates q [num_tokens, Hq, D] and k by their `positions` int64 [num_tokens] and stores k and v.
+    """Rotates q [num_tokens, Hq, D] and k by their `positions` int64 [num_tokens], stores k and v as `write_kv` does,
+    with the same options, and returns the rotated q: one kernel launch, or one C++ call.
 
     cos and sin are [max_position, rotary_dim / 2]; columns past rotary_dim are not rotated. Pairs are
-    (i, i + rotary_dim/2), or (2i, 2i + 1) when `interleaved`. Positions are logical, so where a block lies
-    changes no rotation. Returns the rotated q.
+    (i, i + rotary_dim/2), or (2i, 2i + 1) when `interleaved`. Rotation is in float32 and rounded once to the dtype of
+    q, respectively k; what is stored is that rounded k, quantised, so the caches hold what rotating first and
+    `write_kv` then would give, bit for bit. Rows whose slot is -1 still get a rotated q. Positions are logical, so
+    where a block lies changes no rotation; one outside cos and sin gives an undefined rotation (but reads nothing
+    outside them), and raises ValueError when PAGEGEN_CHECK=1.
     """
     rotated: Tensor = torch.ops.pagegen.rope_write_kv(
-        q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping,
-        interleaved=interleaved, k_scale=_scale(k_scale, k), v_scale=_scale(v_scale, k),
+        q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, interleaved=interleaved,
+        k_scale=_scale(k_scale, k), v_scale=_scale(v_scale, k), k_zero=k_zero, v_zero=v_zero,
+        kv_dtype=_dtype_name(kv_dtype),
     )  # fmt: skip
     return rotated
 
 
-def copy_blocks(k_cache: Tensor, v_cache: Tensor, pairs: Tensor | Sequence[tuple[int, int]]) -> None:
-    """Copies whole blocks: `pairs` is int64 [num_pairs, 2] of (source, target). Each target is named once, and no
-    block is both source and target (checked for a Python sequence, and for a tensor when PAGEGEN_CHECK=1). The
-    copy of copy-on-write."""
+def update_scales(
+    k: Tensor,
+    v: Tensor | None,
+    slot_mapping: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor | None,
+    *,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
+    kv_dtype: torch.dtype | str,
+) -> None:
+    """Sets the scales of the slots that `write_kv` is about to write, so that each row uses the whole range of
+    `kv_dtype` (float8, int8 or int4): dynamic quantisation is this call and then `write_kv` with the same scales.
+
+    k_scale and v_scale are float32 [num_blocks, block_size, Hkv], written at slot_mapping; a negative slot is skipped.
+    Without zero points a scale is the row's largest magnitude / the type's largest value. With `k_zero` or `v_zero`
+    (same shape; int8 and int4 alone) the row's least and largest value are mapped to the type's ends. Rows of zeros
+    get scale 1; NaN and infinities are ignored. Give rows as they are stored:
+    a rotation can raise a magnitude by sqrt(2), which scales of the rows before it would saturate. Raises TypeError
+    or ValueError naming the argument."""
+    torch.ops.pagegen.update_scales(
+        k, v, slot_mapping, k_scale, v_scale, k_zero=k_zero, v_zero=v_zero, kv_dtype=_dtype_name(kv_dtype)
+    )
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor | Sequence[tuple[int, int]]) -> None:
+    """Copies whole blocks, of caches of any dtype: `pairs` is int64 [num_pairs, 2] of (source, target). Each target is
+    named once, and no block is both source and target (checked for a Python sequence, and for a tensor when
+    PAGEGEN_CHECK=1). The copy of copy-on-write; `v_cache=None` copies K alone.
+
+    Scales and zero points [num_blocks, block_size, Hkv] of a token and head move along by a call of their own, as
+    caches of one head: `copy_blocks(k_scale[:, :, None], v_scale[:, :, None], pairs)`."""
     if not isinstance(pairs, Tensor):
-        listed = checks.block_pairs(pairs, k_cache.shape[0])
+        listed = cache_checks.block_pairs(pairs, k_cache.shape[0])
         pairs = torch.tensor(listed, dtype=torch.int64, device=k_cache.device).reshape(-1, 2)
     torch.ops.pagegen.copy_blocks(k_cache, v_cache, pairs)
 
@@ -172,6 +228,16 @@ def _scale(value: Tensor | float | None, like: Tensor) -> Tensor | None:
     return torch.full((), float(value), dtype=torch.float32, device=like.device)
 
 
-def _modifier_name(value: modifiers.Modifier | str | None, kind: str) -> str | None:
-    modifier = modifiers.find(value, kind)
-    return None if modifier is None else modifier.name
+def _dtype_name(value: torch.dtype | str | None) -> str | None:
+    return None if value is None else dtype_name(parse_dtype(value, "kv_dtype"))
+
+
+def _modifiers(score_mod: modifiers.Modifier | str | None, mask_mod: modifiers.Modifier | str | None) -> dict[str, Any]:
+    """The modifiers as the operator takes them: their names, and the tensors that they captured."""
+    score, mask = modifiers.find(score_mod, "score"), modifiers.find(mask_mod, "mask")
+    captures = [tensor for modifier in (score, mask) if modifier is not None for tensor in modifier.tensors.values()]
+    return {
+        "score_mod": None if score is None else score.name,
+        "mask_mod": None if mask is None else mask.name,
+        "captures": captures or None,
+    }

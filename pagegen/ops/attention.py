@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagegen import settings
-from pagegen.ops import checks, plans
+from pagegen.ops import checks, operands, plans
 from pagegen.ops.schemas import LIBRARY
 from pagegen.reference import reference_attention, value_width
 from pagegen.spec import AttentionSpec, CacheLayout, Variant
@@ -18,7 +18,6 @@ from pagegen.targets.call import AttentionCall, AttentionKernel
 # What a call looks like to the host -> its plan. A tuple of integers and strings costs 1 us to hash where a
 # validated AttentionSpec costs 20 us to build.
 PLANS: dict[tuple[Any, ...], plans.Plan] = {}
-# How a cache is dequantised. The finest of them is the spec's granularity: no kernel may miss one.
 SCALES = ("k_scale", "v_scale", "k_zero", "v_zero")
 
 
@@ -47,20 +46,22 @@ def paged_attention(
     lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32) if return_lse else q.new_empty(0, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
+    modifiers = operands.modifiers(options.get("score_mod"), options.get("mask_mod"))
+    options["captures"] = captures = operands.captures(modifiers, options.get("captures"), q)
     plan = _plan(q, k_cache, v_cache, width, options)
     max_query_len, max_seq_len = _bounds(q, k_cache, block_table, options)
-    kernel = _kernel(plan, len(seq_lens), max_query_len, max_seq_len, options)
+    kernel = _kernel(plan, len(seq_lens), max_query_len, max_seq_len, options.get("variant"))
     if kernel is None:
         _dense(q, k_cache, v_cache, block_table, seq_lens, out, lse if return_lse else None, options)
         return out, lse
-    assert v_cache is not None
+    keys, values = operands.caches(k_cache, v_cache, plan.spec)
     if given and ragged:  # only now: nothing can be refused any more
         out.zero_()
     kernel(
         AttentionCall(
             q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
+            k_cache=keys,
+            v_cache=values,
             block_table=block_table,
             seq_lens=seq_lens,
             query_start_loc=options.get("query_start_loc"),
@@ -71,25 +72,24 @@ def paged_attention(
             sinks=_float32(options.get("sinks")),
             out=out,
             lse=lse if return_lse else None,
+            tree_mask=options.get("tree_mask"),
+            captures=captures,
+            **operands.scales(k_cache, plan.spec, options),
         )
     )
     return out, lse
 
 
 def _kernel(
-    plan: plans.Plan, num_seqs: int, max_query_len: int, max_seq_len: int, options: dict[str, Any]
+    plan: plans.Plan, num_seqs: int, max_query_len: int, max_seq_len: int, named: str | None
 ) -> AttentionKernel | None:
     """The kernel for a call, or None where the dense path serves it. Raises ValueError when a variant was named and
     no kernel can serve the call."""
-    named, reason = options.get("variant"), plan.dense_reason
-    if reason is None and options.get("tree_mask") is not None:
-        reason = "the templates take no tree_mask"
-        plans.announce_dense(plan.target, reason)
-    if reason is None:
-        return plan.load(Variant.parse(named)) if named else plan.kernel(num_seqs, max_query_len, max_seq_len)
-    if named:
-        raise ValueError(f"variant must be None where no generated kernel serves ({reason}), got {named}")
-    return None
+    if named is None:
+        return plan.kernel(num_seqs, max_query_len, max_seq_len)
+    if plan.dense_reason is None:
+        return plan.load(Variant.parse(named))
+    raise ValueError(f"variant must be None where no generated kernel serves ({plan.dense_reason}), got {named}")
 
 
 def _check(
@@ -100,11 +100,13 @@ def _check(
     for name in ("alibi_slopes", "sinks"):
         checks.per_head(name, options.get(name), q.shape[1], q.device)
     for name in SCALES:
-        checks.scale(name, options.get(name), k_cache)
-    checks.tree_mask(options.get("tree_mask"), q)
+        if options.get(name) is not None:
+            checks.scale(name, options[name], k_cache, v_cache, options.get("kv_dtype"))
+    tree_mask = options.get("tree_mask")
+    checks.tree_mask(tree_mask, q)
     if settings.check_values():
         bounds = {name: options.get(name) for name in ("query_start_loc", "max_query_len", "max_seq_len")}
-        checks.validate_batch(k_cache, block_table, seq_lens, total_q=q.shape[0], **bounds)
+        checks.validate_batch(k_cache, block_table, seq_lens, total_q=q.shape[0], tree_mask=tree_mask, **bounds)
 
 
 def _allocate(q: Tensor, width: int, zero: bool) -> Tensor:
@@ -128,11 +130,12 @@ def _float32(value: Tensor | None) -> Tensor | None:
 
 def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, options: dict[str, Any]) -> plans.Plan:
     option = options.get
-    granularity = _granularity(*(option(name) for name in SCALES))
+    granularity = _granularity(option("k_scale"), option("v_scale"))
+    zeros = option("k_zero") is not None or option("v_zero") is not None
     key = (
         q.shape[1:], width, k_cache.shape[1:], k_cache.dtype, q.dtype, q.device, plans.order_of(k_cache),
         v_cache is None, option("scale"), option("causal", True), option("window"), option("logit_softcap"),
-        option("alibi_slopes") is None, option("sinks") is None, granularity,
+        option("alibi_slopes") is None, option("sinks") is None, granularity, zeros,
         option("score_mod"), option("mask_mod"), option("kv_dtype"), option("batch_invariant", False),
     )  # fmt: skip
     plan = PLANS.get(key)
@@ -151,6 +154,7 @@ def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, option
             alibi=option("alibi_slopes") is not None,
             sinks=option("sinks") is not None,
             kv_scale_granularity=granularity,
+            kv_zero_points=zeros,
             shared_kv=v_cache is None,
             score_mod=option("score_mod"),
             mask_mod=option("mask_mod"),
@@ -162,7 +166,7 @@ def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, option
 
 
 def _granularity(*scales: Tensor | None) -> str:
-    """The finest granularity among the scales and zero points of a call."""
+    """The finest granularity among the scales of a call."""
     given = [scale for scale in scales if scale is not None]
     if not given:
         return "none"
@@ -190,8 +194,8 @@ def _dense(
         lse.copy_(row_lse)
 
 
-def _paged_attention_out(q: Tensor, *operands: Tensor, out: Tensor, **options: Any) -> Tensor:
-    return paged_attention(q, *operands, out=out, **options)[1]
+def _paged_attention_out(q: Tensor, *others: Tensor, out: Tensor, **options: Any) -> Tensor:
+    return paged_attention(q, *others, out=out, **options)[1]
 
 
 for key in ("CPU", "CUDA"):  # ROCm uses the CUDA key too

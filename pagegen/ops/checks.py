@@ -5,14 +5,11 @@ Checks of values on the device (block ids, lengths) cost a synchronisation: `val
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagegen import settings
 from pagegen.reference import value_width
 from pagegen.spec.dtypes import INT4, QUERY_DTYPES, parse_dtype
 
@@ -110,6 +107,11 @@ def attention(
     caches(k_cache, v_cache, STORED, device)
     if kv_dtype is not None and not can_hold(k_cache.dtype, parse_dtype(kv_dtype, "kv_dtype")):
         raise ValueError(f"kv_dtype must be a dtype that k_cache can hold, got {kv_dtype} for {describe(k_cache)}")
+    if kv_dtype == "int4" and (q.shape[2] % 2 or (v_cache is None and (v_head_dim or 0) % 2)):
+        raise ValueError(
+            f"q must have an even head_dim, and v_head_dim be even, for an int4 cache (two values a byte), "
+            f"got {q.shape[2]} and {v_head_dim}"
+        )
     width = q.shape[2] // 2 if kv_dtype == "int4" else q.shape[2]
     if k_cache.shape[3] != width:
         raise ValueError(f"k_cache must have head_dim {width} like q, got {describe(k_cache)} for q {describe(q)}")
@@ -145,10 +147,8 @@ def per_head(name: str, value: Tensor | None, num_q_heads: int, device: torch.de
         sizes(name, value, (num_q_heads,), "[num_q_heads]")
 
 
-def scale(name: str, value: Tensor | None, k_cache: Tensor) -> None:
-    """An optional cache scale or zero point: one number, one a KV head, or one a token and head."""
-    if value is None:
-        return
+def scale(name: str, value: Tensor, k_cache: Tensor, v_cache: Tensor | None, kv_dtype: str | None) -> None:
+    """A cache's scale or, of an integer cache, zero point: one number, one a KV head, or one a token and head."""
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     shapes = [(), (1,), (num_kv_heads,), (num_blocks, block_size, num_kv_heads)]
     if not isinstance(value, Tensor) or tuple(value.shape) not in shapes or not value.dtype.is_floating_point:
@@ -156,6 +156,15 @@ def scale(name: str, value: Tensor | None, k_cache: Tensor) -> None:
             f"{name} must be a float, [{num_kv_heads}] or [{num_blocks}, {block_size}, {num_kv_heads}], "
             f"got {describe(value)}"
         )
+    if value.dim() == 3 and value.dtype != torch.float32:  # a conversion would copy one value a token and head
+        raise ValueError(f"{name} must be float32 where it is one a token and head, got {describe(value)}")
+    if value.device != k_cache.device:
+        raise ValueError(f"{name} must be on {k_cache.device}, got {value.device}")
+    if v_cache is None and name.startswith("v_"):
+        raise ValueError(f"{name} must be None where v_cache is None (V is part of K), got {describe(value)}")
+    held = k_cache.dtype if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
+    if name.endswith("_zero") and held not in (torch.int8, INT4):
+        raise ValueError(f"{name} must be None unless the cache holds int8 or int4, got {describe(value)}")
 
 
 def tree_mask(value: Tensor | None, q: Tensor) -> None:
@@ -163,19 +172,6 @@ def tree_mask(value: Tensor | None, q: Tensor) -> None:
     if value is not None:
         tensor("tree_mask", value, "[total_q, max_query_len]", (torch.bool,), q.device)
         sizes("tree_mask", value, (q.shape[0], None), "[total_q, max_query_len]")
-
-
-def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """The operands of `write_kv`."""
-    tensor("k", k, "[num_tokens, num_kv_heads, head_dim]", FLOATS, None)
-    tensor("v", v, "[num_tokens, num_kv_heads, v_head_dim]", (k.dtype,), k.device)
-    caches(k_cache, v_cache, (*FLOATS, *EIGHT_BIT), k.device)
-    sizes("k", k, (None, *k_cache.shape[2:]), "[num_tokens, num_kv_heads, head_dim]")
-    sizes("v", v, (k.shape[0], *v_cache.shape[2:]), "[num_tokens, num_kv_heads, v_head_dim]")
-    tensor("slot_mapping", slot_mapping, "[num_tokens]", (torch.int64,), k.device)
-    sizes("slot_mapping", slot_mapping, (k.shape[0],), "[num_tokens]")
-    if settings.check_values():
-        slots(slot_mapping, k_cache)
 
 
 def slots(slot_mapping: Tensor, k_cache: Tensor) -> None:
@@ -189,45 +185,6 @@ def slots(slot_mapping: Tensor, k_cache: Tensor) -> None:
         raise ValueError("slot_mapping must name each slot once, got a repeated slot")
 
 
-def copies(k_cache: Tensor, v_cache: Tensor, pairs: Tensor) -> None:
-    """The operands of `copy_blocks`."""
-    caches(k_cache, v_cache, STORED, k_cache.device)
-    tensor("pairs", pairs, "[num_pairs, 2]", (torch.int64,), k_cache.device)
-    sizes("pairs", pairs, (None, 2), "[num_pairs, 2]")
-    if settings.check_values():
-        block_pairs(pairs.tolist(), k_cache.shape[0])
-
-
-def block_pairs(pairs: Iterable[Sequence[int]], num_blocks: int) -> list[tuple[int, int]]:
-    """`pairs` as a list: block ids within the cache, each target named once, and no block both read and written."""
-    listed: Any = pairs
-    try:
-        listed = list(pairs)
-        found = [(operator.index(source), operator.index(target)) for source, target in listed]
-    except (TypeError, ValueError):
-        raise TypeError(f"pairs must hold (source, target) pairs of block ids, got {listed}") from None
-    targets = [target for _, target in found]
-    for source, target in found:
-        if not (0 <= source < num_blocks and 0 <= target < num_blocks):
-            raise ValueError(f"pairs must hold blocks in 0..{num_blocks - 1}, got ({source}, {target})")
-    if len(set(targets)) != len(targets) or set(targets) & {source for source, _ in found}:
-        raise ValueError(f"pairs must name each target once and no block as source and target, got {found}")
-    return found
-
-
-def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """The operands of a rotation: one position a token, cos and sin [max_position, rotary_dim / 2]."""
-    tensor("q", q, "[num_tokens, num_q_heads, head_dim]", FLOATS, k.device)
-    sizes("q", q, (k.shape[0], None, k.shape[2]), "[num_tokens, num_q_heads, head_dim]")
-    tensor("positions", positions, "[num_tokens]", (torch.int64,), k.device)
-    sizes("positions", positions, (k.shape[0],), "[num_tokens]")
-    tensor("cos", cos, "[max_position, rotary_dim / 2]", FLOATS, k.device)
-    tensor("sin", sin, "[max_position, rotary_dim / 2]", (cos.dtype,), k.device)
-    sizes("sin", sin, tuple(cos.shape), "[max_position, rotary_dim / 2]")
-    if not 1 <= cos.shape[1] <= k.shape[2] // 2:
-        raise ValueError(f"cos must have 1..{k.shape[2] // 2} columns (half the rotary dims), got {cos.shape[1]}")
-
-
 def validate_batch(
     k_cache: Tensor,
     block_table: Tensor,
@@ -238,10 +195,12 @@ def validate_batch(
     total_q: int | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
+    tree_mask: Tensor | None = None,
 ) -> None:
     """Checks values on the device, at the cost of a synchronisation: block ids within the cache for every used
     block-table entry, lengths within the table, query ranges that rise and fit, slots inside the cache and
-    written once, and bounds that bound. Raises ValueError naming the sequence and the value."""
+    written once, bounds that bound, and a tree mask as wide as the longest query. Raises ValueError naming the
+    sequence and the value."""
     tables(block_table, seq_lens, query_start_loc, None)
     if slot_mapping is not None:
         tensor("slot_mapping", slot_mapping, "[num_tokens]", (torch.int64,), None)
@@ -259,6 +218,8 @@ def validate_batch(
             raise ValueError(f"query_start_loc[{s}] must give 0..{length} queries to sequence {s}, got {queries}")
         if max_query_len is not None and queries > max_query_len:
             raise ValueError(f"max_query_len must be at least {queries} (sequence {s}), got {max_query_len}")
+        if tree_mask is not None and queries > tree_mask.shape[1]:
+            raise ValueError(f"tree_mask must have {queries} columns (sequence {s}), got {tree_mask.shape[1]}")
         if max_seq_len is not None and length > max_seq_len:
             raise ValueError(f"max_seq_len must be at least {length} (sequence {s}), got {max_seq_len}")
         for i, block in enumerate(table[s, : -(-length // block_size)].tolist()):

@@ -53,6 +53,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention.out": _attention_out,
     "write_kv": _nothing,
     "rope_write_kv": _like_q,
+    "update_scales": _nothing,
     "copy_blocks": _nothing,
     "merge_states": _merge,
 }

@@ -133,8 +133,10 @@ def prepare(
     """
     check.instance("spec", spec, AttentionSpec)
     check.instance("layout", layout, CacheLayout)
-    from pagegen import targets
+    from pagegen import modifiers, targets
 
+    for name, kind in ((spec.score_mod, "score"), (spec.mask_mod, "mask")):
+        modifiers.find(name, kind)  # an unknown one is refused here, and not served densely ever after
     where = Target.current() if target is None else Target.parse(target)
     if where.is_gpu:
         targets.current_device(where)

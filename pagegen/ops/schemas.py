@@ -17,19 +17,22 @@ _ATTENTION = (
     "Tensor? query_start_loc=None, SymInt? max_query_len=None, SymInt? max_seq_len=None, float? scale=None, "
     "bool causal=True, int? window=None, float? logit_softcap=None, Tensor? alibi_slopes=None, "
     "Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_zero=None, Tensor? v_zero=None, "
-    "Tensor? tree_mask=None, str? score_mod=None, str? mask_mod=None, str? kv_dtype=None, "
-    "int? v_head_dim=None, bool batch_invariant=False, bool return_lse=False, str? variant=None"
+    "Tensor? tree_mask=None, str? score_mod=None, str? mask_mod=None, Tensor[]? captures=None, "
+    "str? kv_dtype=None, int? v_head_dim=None, bool batch_invariant=False, bool return_lse=False, str? variant=None"
 )
+_QUANTISED = "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_zero=None, Tensor? v_zero=None, str? kv_dtype=None"
 
 for schema in (
     f"paged_attention({_ATTENTION}) -> (Tensor, Tensor)",
     f"paged_attention.out({_ATTENTION}, Tensor(a!) out) -> Tensor",
-    "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, "
-    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-    "rope_write_kv(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos, Tensor sin, "
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, bool interleaved=False, "
-    "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
-    "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pairs) -> ()",
+    "write_kv(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot_mapping, *, "
+    f"{_QUANTISED}) -> ()",
+    "rope_write_kv(Tensor q, Tensor k, Tensor? v, Tensor positions, Tensor cos, Tensor sin, "
+    "Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot_mapping, *, bool interleaved=False, "
+    f"{_QUANTISED}) -> Tensor",
+    "update_scales(Tensor k, Tensor? v, Tensor slot_mapping, Tensor(a!) k_scale, Tensor(b!)? v_scale, *, "
+    "Tensor(c!)? k_zero=None, Tensor(d!)? v_zero=None, str kv_dtype) -> ()",
+    "copy_blocks(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor pairs) -> ()",
     "merge_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
 ):
     LIBRARY.define(schema, tags=TAGS)

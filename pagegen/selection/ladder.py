@@ -74,7 +74,9 @@ class Ladder:
         reason = "; ".join([rule.reason, *self.missed])
         _log_once(logging.INFO, f"{self.target}, block size {self.layout.block_size} {self.layout.order}: {reason}")
         evidence = {**rule.evidence, "missed": list(self.missed)}
-        return DispatchRule(clauses=rule.clauses, reason=reason, distance=rule.distance, evidence=evidence)
+        # where a row's result must not depend on its neighbours, neither may its kernel
+        clauses = rule.clauses[-1:] if self.spec.batch_invariant else rule.clauses
+        return DispatchRule(clauses=clauses, reason=reason, distance=rule.distance, evidence=evidence)
 
     def _tuned(self) -> DispatchRule | None:
         with opened(self.db) as db:

@@ -51,8 +51,8 @@ class Target:
 
     @property
     def native_float8(self) -> bool:
-        """Whether the hardware converts OCP float8 (e4m3fn, e5m2) in one rounding to nearest even: NVIDIA from sm_89 and
-        AMD's gfx950. sm_80 has no e4m3, gfx942 has other float8 types."""
+        """Whether the hardware reads OCP float8 (e4m3fn, e5m2): NVIDIA from sm_89 and AMD's gfx950. sm_80 has no e4m3,
+        gfx942 has other float8 types."""
         if self.kind == "cuda":
             return self.capability >= 89
         return self.arch == "gfx950"

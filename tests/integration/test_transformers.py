@@ -493,7 +493,7 @@ def t5():
         (deepseek, r"DeepseekV3ForCausalLM layer 0 \(DeepseekV3Attention\): latent attention"),
         (gemma3n, r"Gemma3nForCausalLM layer 2 \(.*Attention\): it reads another layer's keys"),
         (bidirectional_gemma3, r"Gemma3ForCausalLM layer 0 \(.*Attention\): bidirectional attention"),
-        (llama4, r"Llama4ForCausalLM layer 0: layer 0 is chunked_attention"),
+        (llama4, r"Llama4ForCausalLM layer 0 \(.*Attention\): chunked attention"),
         (bloom, "BloomForCausalLM does not take its attention from transformers' AttentionInterface"),
         (t5, "T5ForConditionalGeneration"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import click
@@ -14,7 +15,7 @@ from pagegen import targets
 from pagegen.cli.main import main
 from pagegen.cli.query import SizeType
 from pagegen.db import open_db
-from pagegen.spec import AttentionSpec, CacheLayout, Status
+from pagegen.spec import AttentionSpec, CacheLayout, Status, Workload
 
 CODE = targets.code_hash(SM_90)
 LLAMA = AttentionSpec.from_model("llama-3.1-8b")
@@ -200,6 +201,51 @@ def test_explain_lists_what_the_rules_reject(url):
     counts = [r["variants"] for r in found["rejected"]]
     assert counts == sorted(counts, reverse=True)
     assert "rejected because" in run(*EXPLAIN, "--db", url, "--rejected").stdout
+
+
+def test_explain_prints_the_plan_and_what_else_there_is(url):
+    lines = run(*EXPLAIN, "--db", url).stdout.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("step, cheapest path first"))
+    rows = [re.split(r"  +", line.strip()) for line in lines[first + 2 : lines.index("", first)]]
+    assert rows[0][-1].startswith("plan") and all("plan" not in row[-1] for row in rows[1:])
+    assert [float(row[1]) for row in rows] == sorted(float(row[1]) for row in rows)
+    named = {row[0] for row in rows}
+    assert {"rotate and write + attend", "rotate and write + gather + dense"} <= named
+    assert any(name.startswith("rotate + write + ") for name in named)
+    assert not any("prefix" in name for name in named)
+
+
+def test_explain_measures_a_path_where_trials_did_and_says_of_the_rest_that_it_is_predicted(url):
+    batch = Workload(context_lens=(1000,) * 3)
+    with open_db(url) as db:
+        for us in (54.0, 56.0):
+            db.record(
+                trial(spec=LLAMA, layout=CacheLayout(block_size=64), variant=ANYWHERE, workload=batch,
+                      samples_us=(us,), code_hash=CODE)
+            )  # fmt: skip
+    found = document(*EXPLAIN, "--db", url)
+    taken = [path for path in found["paths"] if path["dispatch"]]
+    assert taken and all(path["cost"] == "mixed" and path["measured_us"] == 55.0 for path in taken)
+    assert {step["cost"] for path in taken for step in path["steps"]} == {"measured", "predicted"}
+    assert all(path["cost"] == "predicted" for path in found["paths"] if not path["dispatch"])
+    for path in found["paths"]:
+        assert path["us"] == pytest.approx(sum(step["us"] for step in path["steps"]))
+    assert any("mixed" in line and "dispatch" in line for line in run(*EXPLAIN, "--db", url).stdout.splitlines())
+
+
+def test_explain_of_a_shared_prefix_shows_the_cascade(url):
+    found = document(*EXPLAIN, "--shared-prefix", 900, "--db", url)
+    assert found["prefix_groups"] == [[14, [0, 1, 2]]]  # whole blocks of 64
+    cascade = [path for path in found["paths"] if path["path"].endswith("attend prefix + attend own + merge")]
+    assert len(cascade) == 2
+    assert {step["does"] for step in cascade[0]["steps"][-3:]} == {"pagegen.cascade_attention"}
+    assert "attend prefix + attend own + merge" in run(*EXPLAIN, "--shared-prefix", 900, "--db", url).stdout
+    assert document(*EXPLAIN, "--shared-prefix", 63, "--db", url)["prefix_groups"] == []
+
+
+def test_a_prefix_that_reaches_into_the_queries_is_bad_usage(url):
+    words = (*EXPLAIN, "--queries", 10, "--shared-prefix", 991, "--db", url)
+    assert "--shared-prefix must be at most the 990 tokens" in run(*words, code=2).output
 
 
 def test_explain_of_the_interpreter_has_no_roofline(tmp_path, monkeypatch):

@@ -117,15 +117,18 @@ def test_a_page_walk_is_legal_where_its_sizes_divide(walk, tile_kv, block_size, 
     assert all(walk in reason and str(block_size) in reason for reason in found)
 
 
-@pytest.mark.parametrize(
-    ("group", "rows", "fits"),
-    [(1, 16, True), (16, 16, True), (17, 16, False), (17, 32, True), (48, 32, False), (48, 64, True)],
-)
-def test_a_tile_must_hold_the_groups_heads_rounded_up_to_a_power_of_two(group, rows, fits):
+@pytest.mark.parametrize(("group", "rows", "tiles"), [(1, 16, 1), (16, 16, 1), (17, 16, 2), (48, 16, 3), (128, 64, 2)])
+def test_heads_that_do_not_fit_a_tile_take_more_tiles(group, rows, tiles):
     spec = AttentionSpec(num_q_heads=group, num_kv_heads=1, head_dim=64)
-    found = reasons(TritonVariant(tile_rows=rows), spec=spec)
-    assert (not found) == fits
-    assert all(f"the {group} query heads" in reason for reason in found)
+    variant = TritonVariant(tile_rows=rows)
+    assert reasons(variant, spec=spec) == []
+    values = {
+        **s.bind_spec(spec, LAYOUT),
+        **s.bind_variant(variant),
+        **s.bind_workload(spec, Workload(context_lens=(100,), query_lens=(3,))),
+    }
+    queries_a_tile = max(1, rows // group)
+    assert s.evaluate(s.query_tiles, values) == -(-3 // queries_a_tile) * tiles
 
 
 def test_shared_memory_is_held_against_the_devices_limit():
@@ -154,9 +157,18 @@ def test_every_rule_can_be_broken_and_says_so_under_its_name():
     """A rule that nothing can break is no rule."""
     broken = set()
     trials = [
-        (TritonVariant(tile_rows=16, page_walk="tile_in_page"), SPEC.replace(num_q_heads=8 * 17), 16, H100),
+        (TritonVariant(tile_rows=16, page_walk="tile_in_page"), SPEC, 16, H100),
         (TritonVariant(page_walk="pages_in_tile"), SPEC, 24, H100),
         (TritonVariant(tile_kv=512), SPEC, 16, replace(H100, max_threads_per_unit=64)),
+        (
+            TritonVariant(page_walk="tile_in_page", loads="descriptor"),
+            SPEC.replace(head_dim=100),
+            64,
+            costs.shipped_device("sm_80"),
+        ),
+        (TritonVariant(warp_specialize=True), SPEC, 16, H100),
+        (TritonVariant(dot="fma", tile_rows=64), SPEC, 16, H100),
+        (TritonVariant(programs=132), SPEC.replace(batch_invariant=True), 16, H100),
     ]
     for variant, spec, block_size, device in trials:
         broken |= {name for name, _ in rules.broken_rules(spec, CacheLayout(block_size=block_size), variant, device)}

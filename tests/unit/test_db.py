@@ -118,7 +118,8 @@ def test_any_change_of_the_question_is_another_question(db, change):
 CHANGED_SPEC = {
     "num_q_heads": 16, "num_kv_heads": 4, "head_dim": 64, "v_head_dim": 64, "q_dtype": torch.float16,
     "kv_dtype": torch.int8, "scale": 0.5, "causal": False, "window": 100, "logit_softcap": 30.0, "alibi": True,
-    "sinks": True, "kv_scale_granularity": "head", "kv_zero_points": True, "shared_kv": True, "score_mod": "m.f", "mask_mod": "m.f",
+    "sinks": True, "kv_scale_granularity": "head", "kv_zero_points": True, "shared_kv": True, "score_mod": "m.f",
+    "mask_mod": "m.f",
     "batch_invariant": True,
 }  # fmt: skip
 

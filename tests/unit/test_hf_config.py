@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagegen import modifiers
 from pagegen.spec import AttentionSpec
 
 
@@ -122,7 +123,7 @@ def test_a_layer_that_is_not_there_is_refused(layer, message):
         AttentionSpec.from_config(plain, layer=layer)
 
 
-@pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention", "mamba", "conv", "indexed_attention", "mlp"])
+@pytest.mark.parametrize("kind", ["linear_attention", "mamba", "conv", "indexed_attention", "mlp"])
 def test_a_layer_that_is_no_softmax_over_the_context_is_refused(kind):
     plain = SimpleNamespace(num_attention_heads=4, hidden_size=64, num_hidden_layers=1, layer_types=[kind])
     with pytest.raises(ValueError, match=f"layer 0 is {kind}, which a paged attention spec cannot express"):
@@ -258,8 +259,18 @@ def test_granite_states_its_scale():
     assert AttentionSpec.from_config(config("GraniteConfig", attention_multiplier=0.0078125)).scale == 0.0078125
 
 
-def test_llama4_is_served_in_the_layers_that_see_everything():
+def test_llama4_sees_chunks_in_three_layers_of_four_and_everything_in_the_fourth():
     llama = config("Llama4Config")
-    with pytest.raises(ValueError, match="layer 0 is chunked_attention"):
-        AttentionSpec.from_config(llama)
-    assert AttentionSpec.from_config(llama, layer=3).window is None
+    specs = [AttentionSpec.from_config(llama, layer=layer) for layer in range(4)]
+    assert [spec.mask_mod for spec in specs] == ["chunked(8192)"] * 3 + [None]
+    assert all(spec.causal and spec.window is None for spec in specs)
+    assert modifiers.find(specs[0].mask_mod, "mask") == modifiers.chunked(8192)
+
+
+@pytest.mark.parametrize("size", [None, 0])
+def test_a_chunked_layer_needs_the_size_of_its_chunks(size):
+    plain = SimpleNamespace(
+        num_attention_heads=4, hidden_size=64, layer_types=["chunked_attention"], attention_chunk_size=size
+    )
+    with pytest.raises(ValueError, match="attention_chunk_size"):
+        AttentionSpec.from_config(plain)

@@ -168,6 +168,9 @@ def even_keys(batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
     return k_pos % 2 == 0
 
 
+INT8 = torch.arange(-128, 896).reshape(8, 4, 2, 16).remainder(5).to(torch.int8)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -177,27 +180,56 @@ def even_keys(batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
         {"k_scale": 0.37, "v_scale": 1.9},
         {"v_scale": 1.9},
         {"v_scale": torch.tensor([0.3, 1.9])},
-        {"k_zero": torch.linspace(-1, 1, 64).reshape(8, 4, 2)},
-        {"v_zero": torch.linspace(-1, 1, 64).reshape(8, 4, 2)},
+        {"k_zero": torch.linspace(-1, 1, 64).reshape(8, 4, 2), "k_cache": INT8, "v_cache": INT8},
+        {"v_zero": torch.linspace(-1, 1, 64).reshape(8, 4, 2), "k_cache": INT8, "v_cache": INT8},
         {"v_cache": None, "v_head_dim": 12},
     ],
     ids=lambda options: "+".join(options),
 )
-def test_what_no_kernel_serves_is_computed_densely_and_is_right(options: dict[str, Any]) -> None:
+def test_what_serves_a_feature_computes_what_the_reference_does(options: dict[str, Any]) -> None:
     out = pagegen.paged_attention(**operands(**options))
     torch.testing.assert_close(out, pagegen.reference_attention(**operands(**options)), rtol=1e-5, atol=1e-5)
 
 
+@pagegen.mask_mod
+def decides_in_python(batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
+    return k_pos <= q_pos if k_pos.shape[-1] > 0 else k_pos < 0
+
+
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
-@pytest.mark.parametrize("granularity", ["tensor", "head", "token_head"])
-def test_no_kernel_that_reads_no_scales_serves_a_cache_with_scales(target: str, granularity: str) -> None:
-    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, kv_scale_granularity=granularity)
-    assert "without scales" in str(targets.unsupported(spec, Target.parse(target)))
+def test_what_no_expression_says_is_generated_nowhere_and_the_reason_names_it(target: str) -> None:
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, mask_mod=decides_in_python.name)
+    assert "decides_in_python cannot be traced" in str(targets.unsupported(spec, Target.parse(target)))
+    zeros = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, kv_zero_points=True)
+    assert (
+        targets.unsupported(zeros, Target.parse(target)) == "zero points belong to int8 and int4 caches, not bfloat16"
+    )
+
+
+def test_a_table_indexed_by_the_score_is_generated_for_the_cpu_and_for_no_gpu() -> None:
+    table = torch.linspace(-1, 1, 9)
+
+    @pagegen.score_mod
+    def looked_up(score: Any, batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
+        return table[(score * 4).floor().long() + 4]
+
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, score_mod=looked_up.name)
+    reason = targets.unsupported(spec, Target.parse("sm_90"))
+    assert reason == f"score_mod {looked_up.name} indexes a captured tensor by the score"
+    given = operands(score_mod=looked_up)
+    torch.testing.assert_close(
+        pagegen.paged_attention(**given), pagegen.reference_attention(**given), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_variant_named_for_a_call_that_no_kernel_serves_is_refused() -> None:
-    with pytest.raises(ValueError, match="variant must be None where no generated kernel serves .*tree_mask"):
-        pagegen.paged_attention(**operands(tree_mask=torch.ones(3, 1, dtype=torch.bool), variant=CppVariant()))
+    with pytest.raises(ValueError, match="variant must be None where no generated kernel serves .*cannot be traced"):
+        pagegen.paged_attention(**operands(mask_mod=decides_in_python, variant=CppVariant()))
+
+
+def test_what_no_kernel_serves_is_computed_densely_and_is_right() -> None:
+    out = pagegen.paged_attention(**operands(mask_mod=decides_in_python))
+    torch.testing.assert_close(out, pagegen.reference_attention(**operands()), rtol=1e-5, atol=1e-5)
 
 
 def test_a_modifier_with_other_arguments_is_refused() -> None:

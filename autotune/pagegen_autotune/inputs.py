@@ -11,7 +11,9 @@ from torch import Tensor
 
 from pagegen.reference import reference_attention
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Workload
+from pagegen.spec.dtypes import INT4
 from pagegen.targets.call import AttentionCall
+from pagegen_autotune import stored
 
 GIB = 1 << 30
 # Four times the last-level cache: a block comes round again long after it was evicted.
@@ -54,15 +56,14 @@ def extras(spec: AttentionSpec, generator: torch.Generator) -> tuple[Tensor | No
     return slopes, torch.randn(heads, generator=generator) if spec.sinks else None
 
 
-def _values(spec: AttentionSpec, k_cache: Tensor, v_storage: Tensor | None, layout: CacheLayout) -> Tensor:
-    if v_storage is None:
-        return k_cache[..., : spec.v_head_dim]
-    return layout.view(v_storage, spec.num_kv_heads, spec.v_head_dim)
+def _shared(spec: AttentionSpec, k_cache: Tensor) -> Tensor:
+    """The values of a latent cache, as a call carries them."""
+    return k_cache if spec.kv_dtype == INT4 else k_cache[..., : spec.v_head_dim]
 
 
 def _call(
     spec: AttentionSpec, workload: Workload, q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor,
-    slopes: Tensor | None, sinks: Tensor | None,
+    slopes: Tensor | None, sinks: Tensor | None, factors: dict[str, Tensor],
 ) -> AttentionCall:  # fmt: skip
     device = q.device
     starts = query_starts(workload)
@@ -80,6 +81,8 @@ def _call(
         sinks=None if sinks is None else sinks.to(device),
         out=torch.zeros(*q.shape[:2], spec.v_head_dim, dtype=q.dtype, device=device),
         lse=None,
+        captures=tuple(tensor.to(device) for tensor in stored.captures(spec)),
+        **{name: tensor.to(device) for name, tensor in factors.items()},
     )
 
 
@@ -105,7 +108,8 @@ def check_workloads(spec: AttentionSpec, layout: CacheLayout) -> tuple[Workload,
 
 def check_batch(spec: AttentionSpec, layout: CacheLayout, workload: Workload, device: str, seed: int) -> CheckBatch:
     """`workload` with random operands: blocks in random places of a pool twice as large, NaN in every slot that holds
-    no token of a sequence, garbage in every unused block-table entry."""
+    no token of a sequence (where integers are stored, in its scale and zero point), garbage in every unused block-table
+    entry."""
     generator = torch.Generator().manual_seed(seed)
     counts = [layout.blocks_for(n) for n in workload.context_lens]
     num_blocks = 2 * sum(counts) + 1
@@ -117,19 +121,21 @@ def check_batch(spec: AttentionSpec, layout: CacheLayout, workload: Workload, de
         used[table[s, places // layout.block_size].long(), places % layout.block_size] = True
 
     def poisoned(width: int) -> Tensor:
-        cache = layout.view(torch.empty(slots * width, dtype=spec.kv_dtype), spec.num_kv_heads, width)
-        values = torch.randn(cache.shape, generator=generator)
-        return cache.copy_(values.masked_fill_(~used[:, :, None, None], math.nan))
+        values = torch.randn(num_blocks, layout.block_size, spec.num_kv_heads, width, generator=generator)
+        held = stored.stored(spec, values.masked_fill_(~used[:, :, None, None], math.nan))
+        cache = layout.view(torch.empty(slots * held.shape[-1], dtype=held.dtype), spec.num_kv_heads, held.shape[-1])
+        return cache.copy_(held)
 
     k_cache = poisoned(spec.head_dim)
-    v_cache = k_cache[..., : spec.v_head_dim] if spec.shared_kv else poisoned(spec.v_head_dim)
+    v_cache = _shared(spec, k_cache) if spec.shared_kv else poisoned(spec.v_head_dim)
+    factors = stored.factors(spec, num_blocks, layout, generator, used=used)
     q = torch.randn(workload.total_q, spec.num_q_heads, spec.head_dim, generator=generator)
     # scores scale * q.k of unit normals spread by scale * sqrt(D)
     q = (q * QUERY_SPREAD / (spec.scale * math.sqrt(spec.head_dim))).to(spec.q_dtype)
     slopes, sinks = extras(spec, generator)
-    call = _call(spec, workload, q, k_cache, v_cache, table, slopes, sinks)
+    call = _call(spec, workload, q, k_cache, v_cache, table, slopes, sinks, factors)
     expected, expected_lse = _answer(spec, call)
-    moved = _call(spec, workload, q.to(device), k_cache.to(device), v_cache.to(device), table, slopes, sinks)
+    moved = _call(spec, workload, q.to(device), k_cache.to(device), v_cache.to(device), table, slopes, sinks, factors)
     return CheckBatch(moved, expected, expected_lse)
 
 
@@ -137,10 +143,16 @@ def _answer(spec: AttentionSpec, call: AttentionCall) -> tuple[Tensor, Tensor]:
     options: dict[str, Any] = {
         "query_start_loc": call.query_start_loc, "scale": spec.scale, "causal": spec.causal, "window": spec.window,
         "logit_softcap": spec.logit_softcap, "alibi_slopes": call.alibi_slopes, "sinks": call.sinks,
-        "score_mod": spec.score_mod, "mask_mod": spec.mask_mod, "return_lse": True,
+        "score_mod": spec.score_mod, "mask_mod": spec.mask_mod, "captures": list(call.captures), "return_lse": True,
+        "kv_dtype": spec.kv_dtype, "k_scale": call.k_scale, "k_zero": call.k_zero,
     }  # fmt: skip
+    if spec.shared_kv:
+        options["v_head_dim"] = spec.v_head_dim
+    else:
+        options |= {"v_scale": call.v_scale, "v_zero": call.v_zero}
+    v_cache = None if spec.shared_kv else call.v_cache
     # in float32, since the answer is compared, not stored: rounding it would hide half of the kernel's own error
-    result = reference_attention(call.q.float(), call.k_cache, call.v_cache, call.block_table, call.seq_lens, **options)
+    result = reference_attention(call.q.float(), call.k_cache, v_cache, call.block_table, call.seq_lens, **options)
     assert isinstance(result, tuple)
     return result
 
@@ -168,8 +180,11 @@ class Pool:
     def calls(self, layout: CacheLayout, workload: Workload) -> list[AttentionCall]:
         """Calls that differ in the blocks they read, in the order to use them: together they walk the whole pool."""
         spec = self.spec
-        k_cache = layout.view(self._keys, spec.num_kv_heads, spec.head_dim)
-        v_cache = _values(spec, k_cache, self._values, layout)
+        k_cache = layout.view(self._keys, spec.num_kv_heads, stored.columns(spec, spec.head_dim))
+        if self._values is None:
+            v_cache = _shared(spec, k_cache)
+        else:
+            v_cache = layout.view(self._values, spec.num_kv_heads, stored.columns(spec, spec.v_head_dim))
         num_blocks = k_cache.shape[0]
         if num_blocks == 0:
             raise MemoryError(f"a pool of {self.bytes} bytes does not hold one block of {layout.block_size} tokens")
@@ -182,6 +197,7 @@ class Pool:
         first = _call(
             spec, workload, q.to(self.on, spec.q_dtype), k_cache, v_cache,
             block_table(workload, layout, places[torch.arange(needed) % num_blocks]), slopes, sinks,
+            stored.factors(spec, num_blocks, layout, self._generator),
         )  # fmt: skip
         return [first, *(self._elsewhere(first, workload, layout, places, i * needed) for i in range(1, count))]
 
@@ -198,7 +214,7 @@ class Pool:
     def _fill(self, width: int) -> Tensor:
         """Flat random storage for all tokens. One million numbers repeat: the values change no time, and
         drawing up to half a billion would take seconds."""
-        size = self.tokens * self.spec.num_kv_heads * width
-        piece = torch.randn(min(size, 1 << 20), generator=self._generator).to(self.spec.kv_dtype)
+        size = self.tokens * self.spec.num_kv_heads * stored.columns(self.spec, width)
+        piece = stored.stored(self.spec, torch.randn(1 << 20, generator=self._generator))[:size]
         storage = piece.repeat(-(-size // piece.numel()))[:size]
         return storage.to(self.on)

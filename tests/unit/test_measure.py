@@ -28,7 +28,13 @@ def exact(call, *, spec=SPEC, **changes):
     options = {
         "query_start_loc": call.query_start_loc, "scale": call.scale, "causal": spec.causal, "window": spec.window,
         "logit_softcap": spec.logit_softcap, "alibi_slopes": call.alibi_slopes, "sinks": call.sinks,
+        "score_mod": spec.score_mod, "mask_mod": spec.mask_mod, "captures": list(call.captures),
+        "kv_dtype": spec.kv_dtype, "k_scale": call.k_scale, "k_zero": call.k_zero,
     }  # fmt: skip
+    if spec.shared_kv:
+        operands["v_cache"], options["v_head_dim"] = None, spec.v_head_dim
+    else:
+        options |= {"v_scale": call.v_scale, "v_zero": call.v_zero}
     out, lse = reference_attention(**operands, **{**options, **changes}, return_lse=True)
     call.out.copy_(out)
     if call.lse is not None:
@@ -53,6 +59,9 @@ def test_a_kernel_by_the_definition_passes_both_batches(batches):
     "features",
     [
         {"window": 20}, {"sinks": True}, {"alibi": True}, {"logit_softcap": 20.0}, {"causal": False},
+        {"kv_dtype": "float8_e4m3fn", "kv_scale_granularity": "tensor"}, {"mask_mod": "chunked(64)"},
+        {"kv_scale_granularity": "head", "kv_dtype": "int8"},
+        {"kv_zero_points": True, "kv_scale_granularity": "token_head", "kv_dtype": "int4"},
         {"shared_kv": True, "v_head_dim": 16}, {"v_head_dim": 16}, {"q_dtype": "float32"}, {"q_dtype": "float16"},
     ],
     ids=lambda f: next(iter(f)),

@@ -1,7 +1,7 @@
 # Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
 # PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format coverage sweep clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -40,6 +40,16 @@ check: $(TOOLS)
 format: $(TOOLS)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# docs/coverage.md: every feature compiled for every GPU of the table, about ten minutes on two cores.
+coverage: $(TOOLS)
+	$(PY) tests/kernels/coverage_table.py --jobs $(JOBS)
+
+# Random specs, layouts, variants and batches against the reference and the templates as they stand; SEED=1 for others.
+SEED ?= 0
+sweep: $(TOOLS)
+	$(PY) tests/kernels/sweep.py --target cpu --cases 2000 --seed $(SEED) --jobs $(JOBS)
+	$(PY) tests/kernels/sweep.py --target interpreter --cases 150 --seed $(SEED) --jobs $(JOBS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -90,9 +90,9 @@ def gather_sdpa(k: torch.Tensor, v: torch.Tensor, tables: list[torch.Tensor]) ->
 
 def sample(runs: dict[str, Run], rounds: int) -> dict[str, list[Sample]]:
     """Samples of every run in every round, rounds outermost; a first round is thrown away."""
-    library = cpu.cache_library()
-    if library is None:
+    if cpu.compiler() is None:
         raise SystemExit("this bench needs a C++ compiler")
+    library = cpu.library()
     memory = torch.ones(256 << 17, dtype=torch.int64)
     threads = torch.get_num_threads()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,7 +49,8 @@ def reference_attention(
     """The meaning of `pagegen.paged_attention`: same arguments, same shapes, computed in `compute_dtype`.
 
     Returns [total_q, Hq, Dv] in q's dtype and, with `return_lse`, float32 [total_q, Hq]. `max_query_len`,
-    `max_seq_len`, `batch_invariant` and `variant` change no result and are ignored. Rows past
+    `max_seq_len`, `batch_invariant` and `variant` change no result and are ignored, but that a `tree_mask` must be as
+    wide as `max_query_len` and as the longest query. Rows past
     query_start_loc[-1] belong to no sequence: output 0, lse -inf. `captures` are tensors for the modifiers to read
     instead of those that they captured, the score function's first.
     """
@@ -60,6 +62,9 @@ def reference_attention(
     result = torch.zeros(total_q, num_q_heads, v_dim, dtype=compute_dtype, device=q.device)
     lse = torch.full((total_q, num_q_heads), -math.inf, dtype=compute_dtype, device=q.device)
     starts = list(range(len(seq_lens) + 1)) if query_start_loc is None else query_start_loc.tolist()
+    longest = max([max_query_len or 0, *(last - first for first, last in itertools.pairwise(starts))])
+    if tree_mask is not None and tree_mask.shape[1] < longest:
+        raise ValueError(f"tree_mask must have at least {longest} columns (max_query_len), got {tree_mask.shape[1]}")
     batch = torch.arange(len(seq_lens), device=q.device)
     heads = torch.arange(num_q_heads, device=q.device)[:, None, None]
 

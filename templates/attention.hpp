@@ -15,7 +15,8 @@
 //   panel   many rows (prefill, large groups): a tile of K and V is packed once into panels that stay in L1/L2
 //           and meets all rows of the item in register blocks. Bound by arithmetic.
 // A score is scaled, capped, gets its ALiBi and then the score function's change; causality, window, tree and mask
-// function decide which are kept. Softmax state, sums and partial results are float32. Which way serves a sequence,
+// function decide which are kept. Keys that no row of an item may attend are not read, values neither: 0 * NaN would be
+// NaN. A value that is not finite reaches the rows of its item that attend its key, and may reach the others. Softmax state, sums and partial results are float32. Which way serves a sequence,
 // where its tiles and splits begin and the order in which splits are merged depend on that sequence alone: not on the
 // number of threads, on its neighbours in the batch or on where its blocks lie. So results are bitwise reproducible.
 //
@@ -54,6 +55,7 @@ struct Constants {
   static constexpr bool sinks = false;
   static constexpr bool score_mod = false;
   static constexpr bool mask_mod = false;
+  static constexpr bool mask_by_head = false;       // whether it depends on the head
   static constexpr bool mask_range = false;         // whether the mask function bounds the keys
   static constexpr bool mask_range_by_head = false; // whether those bounds depend on the head
   static constexpr int tile_kv = 64;         // keys scored at once
@@ -522,7 +524,8 @@ template <class C> struct Attention : Softmax<C> {
     float lse = state.total > 0.0f || state.total != state.total ? state.max * LN2 + std::log(state.total) : -INF;
     if constexpr (C::sinks) {
       const float sink = a.sinks[head] * LOG2E;
-      if (factor == 0.0f) {
+      if (factor == 0.0f || (sink == INF && factor == factor)) { // it takes all the weight; NaN stays NaN
+        factor = 0.0f;
         lse = a.sinks[head];
       } else {
         const float max = std::max(state.max, sink);

@@ -37,8 +37,12 @@ def floor_mod(a, b):
 
 @triton.jit
 def tanh(x):
-    # 1 - 2 / (exp(2x) + 1): finite for every finite x, where exp(x) / exp(x) is not
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+    # exp(-2|x|) never overflows; near 0, where 1 - exp(-2|x|) loses digits that a large cap multiplies, Taylor's series
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    decayed = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    size = (1.0 - decayed) / (1.0 + decayed)
+    return tl.where(tl.abs(x) < 0.2, series, tl.where(x < 0.0, -size, size))
 
 
 @triton.jit
@@ -131,7 +135,7 @@ def find_sequence(tile, query_start_ptr, num_seqs, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def key_range(seq_len, q_len, first_query, last_query, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """The keys, from the first to the one after the last, that some query of first_query .. last_query may see."""
+    """The keys that some query of the tile may see: the first, and the one after the last."""
     if WINDOW > 0:
         begin = tl.maximum(seq_len - q_len + first_query - WINDOW + 1, 0)
     else:
@@ -154,7 +158,7 @@ def look_up(
     PAGE_WALK: tl.constexpr,
     HAS_BEGIN: tl.constexpr,
 ):
-    """The blocks of the key tile that begins at `start`: one, one a block of the tile, or one a key."""
+    """The blocks of the key tile that begins at `start`."""
     if PAGE_WALK == "tile_in_page":
         # the tile lies in one block
         blocks = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < kv_end, other=0)
@@ -278,7 +282,7 @@ def store_result(
 
 
 # these change from batch to batch, and none is worth a recompilation
-@triton.jit(do_not_specialize=["num_seqs", "num_splits", "stride_table_seq", "stride_tree_token"])
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "stride_table_seq", "stride_tree_token", "tree_width"])
 def paged_attention_kernel(
     q_ptr,
     k_ptr,
@@ -335,6 +339,7 @@ def paged_attention_kernel(
     stride_v_zero_head,
     stride_table_seq,
     stride_tree_token,
+    tree_width,
     stride_out_token,
     stride_out_head,
     HEAD_DIM: tl.constexpr,
@@ -605,7 +610,7 @@ def paged_attention_kernel(
         if HAS_TREE:
             own = k_pos - (seq_len - q_len)  # of this step's tokens; older ones are open
             tree_ptrs = tree_ptr + (token * stride_tree_token)[:, None] + own[None, :]
-            own_mask = row_used[:, None] & (in_range & (own >= 0))[None, :]
+            own_mask = row_used[:, None] & (in_range & (own >= 0) & (own < tree_width))[None, :]
             visible = visible & (tl.load(tree_ptrs, mask=own_mask, other=1) != 0)
         if HAS_MASK_MOD:
             visible = visible & mask_mod(
@@ -616,6 +621,9 @@ def paged_attention_kernel(
                 captures=captures,
             )
         scores = tl.where(visible, scores, float("-inf"))
+        if HAS_TREE or HAS_MASK_MOD:
+            # a value that no row may see counts as 0: what it holds must not matter, be it NaN
+            seen = tl.max((visible & row_used[:, None]).to(tl.int32), 0) > 0
 
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # a row that has seen no key keeps the maximum -inf: subtract 0 there, since -inf - -inf is NaN
@@ -653,6 +661,8 @@ def paged_attention_kernel(
             v = v.to(q.dtype)
         if DESCRIPTORS:
             v = tl.where(in_range[:, None], v, 0.0)  # whole tiles were read: 0 * NaN must not happen
+        if HAS_TREE or HAS_MASK_MOD:
+            v = tl.where(seen[:, None], v, 0.0)
         acc = acc * decay[:, None] + times_values(weights, v, DOT=DOT)
         if V_REST > 0:
             if DESCRIPTORS:
@@ -674,6 +684,8 @@ def paged_attention_kernel(
                 v_rest = v_rest.to(q.dtype)
             if DESCRIPTORS:
                 v_rest = tl.where(in_range[:, None], v_rest, 0.0)
+            if HAS_TREE or HAS_MASK_MOD:
+                v_rest = tl.where(seen[:, None], v_rest, 0.0)
             acc_rest = acc_rest * decay[:, None] + times_values(weights, v_rest, DOT=DOT)
 
         # the next tile's blocks, now: loads that waited for them could not be pipelined
@@ -949,7 +961,7 @@ def launch(
     scale,
     alibi_slopes,
     sinks,
-    tree_mask,
+    tree_mask,  # uint8
     k_scale,
     v_scale,
     k_zero,
@@ -1005,11 +1017,11 @@ def launch(
     NUM_WARPS: int,
     NUM_STAGES: int,
 ):
-    """Launches the attention of one batch. Shapes as above; the results are written in place. A tree mask is uint8."""
+    """Launches the attention of one batch. Shapes as above; the results are written in place."""
     num_seqs = seq_lens.shape[0]
     num_kv_heads = k_cache.shape[2]
     num_tiles = num_seqs if DECODE else q.shape[0] // TILE_QUERIES + num_seqs
-    num_splits = triton.cdiv(max_seq_len, SPLIT_TOKENS) if SPLIT_TOKENS > 0 else NUM_SPLITS
+    num_splits = max(1, triton.cdiv(max_seq_len, SPLIT_TOKENS)) if SPLIT_TOKENS > 0 else NUM_SPLITS
     if SPLITS:
         partial_rows = q.shape[0] * q.shape[1] * num_splits
         partial_out = torch.empty(partial_rows * V_HEAD_DIM, dtype=torch.float32, device=q.device)
@@ -1091,6 +1103,7 @@ def launch(
         stride_v_zero_head=v_zero.stride(2) if HAS_ZEROS else None,
         stride_table_seq=block_table.stride(0),
         stride_tree_token=tree_mask.stride(0) if HAS_TREE else None,
+        tree_width=tree_mask.shape[1] if HAS_TREE else None,
         stride_out_token=out.stride(0),
         stride_out_head=out.stride(1),
         HEAD_DIM=HEAD_DIM,

@@ -73,7 +73,7 @@ def find_tile(work, tile_start_ptr, num_tiles, heads):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "stride_table_seq", "stride_tree_token"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "stride_table_seq", "stride_tree_token", "tree_width"])
 def balanced_attention_kernel(
     q_ptr,
     k_ptr,
@@ -126,6 +126,7 @@ def balanced_attention_kernel(
     stride_v_zero_head,
     stride_table_seq,
     stride_tree_token,
+    tree_width,
     stride_out_token,
     stride_out_head,
     HEAD_DIM: tl.constexpr,
@@ -242,6 +243,7 @@ def balanced_attention_kernel(
             stride_v_zero_head=stride_v_zero_head,
             stride_table_seq=stride_table_seq,
             stride_tree_token=stride_tree_token,
+            tree_width=tree_width,
             stride_out_token=stride_out_token,
             stride_out_head=stride_out_head,
             HEAD_DIM=HEAD_DIM,
@@ -442,6 +444,7 @@ def launch_balanced(
         stride_v_zero_head=v_zero.stride(2) if HAS_ZEROS else None,
         stride_table_seq=block_table.stride(0),
         stride_tree_token=tree_mask.stride(0) if HAS_TREE else None,
+        tree_width=tree_mask.shape[1] if HAS_TREE else None,
         stride_out_token=out.stride(0),
         stride_out_head=out.stride(1),
         HEAD_DIM=HEAD_DIM,

@@ -58,14 +58,25 @@ template <class T, class... Index> PAGEGEN_INLINE T element(const pagegen_captur
   return ((const T*)from.data)[offset];
 }
 
+// Where the CPU's division traps, which would end the process. Divisors come from captured tensors, and lanes of a tile
+// past a sequence's last token are evaluated too: 0 there is nobody's mistake. At a key in use it is one; what it gives
+// is unspecified then (0 here), but it is no crash.
+template <class T> PAGEGEN_INLINE bool has_no_quotient(T a, T b) {
+  return b == 0 || (b == -1 && a == std::numeric_limits<T>::min());
+}
+
 // Python's // and %: towards negative infinity
 template <class A, class B> PAGEGEN_INLINE auto floor_div(A a, B b) {
-  const auto quotient = a / b, rest = a % b;
-  return rest != 0 && (rest < 0) != (b < 0) ? quotient - 1 : quotient;
+  using T = decltype(a / b);
+  if (has_no_quotient<T>(a, b)) return T{0};
+  const T quotient = a / b, rest = a % b;
+  return rest != 0 && (rest < 0) != (b < 0) ? T(quotient - 1) : quotient;
 }
 template <class A, class B> PAGEGEN_INLINE auto floor_mod(A a, B b) {
-  const auto rest = a % b;
-  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+  using T = decltype(a % b);
+  if (has_no_quotient<T>(a, b)) return T{0};
+  const T rest = a % b;
+  return rest != 0 && (rest < 0) != (b < 0) ? T(rest + b) : rest;
 }
 
 // The captured tensors by name, and the functions over them. The generator writes members and results where a spec

@@ -128,7 +128,7 @@ template <class C> struct Softmax : Tiles<C> {
     }
     const int32_t own = item.own - t0;
     const uint8_t* tree = nullptr;
-    if (a.tree_mask && own < TILE) tree = a.tree_mask + (int64_t)(item.token + query) * a.tree_stride - own;
+    if (Base::own_in(a, item, t0)) tree = a.tree_mask + (int64_t)(item.token + query) * a.tree_stride - own;
     const float slope = C::alibi ? a.alibi_slopes[head] * LOG2E : 0.0f;
     const Row row{keys.begin, keys.end, t0, item.position + query, item.sequence, head, slope, tree, own};
     if (keys.begin <= 0 && keys.end >= TILE && !tree && !C::mask_mod)

@@ -16,32 +16,54 @@ template <class C> struct Tiles : Plan<C> {
   // The tokens of a tile that some row of the item attends; the others may be anything.
   struct Live {
     int32_t begin, end; // within the tile
-    bool some[C::mask_range ? TILE : 1];
+    bool holes;         // whether only those in `some` are; it is not set otherwise
+    bool some[TILE];
 
-    PAGEGEN_INLINE bool operator()(int t) const { return t >= begin && t < end && (!C::mask_range || some[t]); }
+    PAGEGEN_INLINE bool operator()(int t) const { return t >= begin && t < end && (!holes || some[t]); }
     PAGEGEN_INLINE bool any() const { return begin < end; }
-    bool whole() const {
-      if (begin > 0 || end < TILE) return false;
-      for (int t = 0; C::mask_range && t < TILE; t++)
-        if (!some[t]) return false;
-      return true;
-    }
+    PAGEGEN_INLINE bool whole() const { return begin <= 0 && end >= TILE && !holes; }
   };
 
   static Live live_in(const Args& a, const Item& item, int32_t t0) {
-    Live live{std::max(item.key_begin - t0, 0), std::min(item.key_end - t0, TILE), {}};
-    if constexpr (C::mask_range) {
-      Keys all{TILE, 0};
-      const int32_t length = a.seq_lens[item.sequence];
-      Base::each_row(a, item.sequence, item.head, item.heads, item.position, item.queries, length, [&](Keys keys) {
-        const int32_t begin = std::max(keys.begin - t0, live.begin), end = std::min(keys.end - t0, live.end);
-        for (int32_t t = begin; t < end; t++) live.some[t] = true;
-        if (begin < end) all = {std::min(all.begin, begin), std::max(all.end, end)};
-      });
-      live.begin = all.begin;
-      live.end = all.end;
-    }
+    Live live;
+    live.begin = std::max(item.key_begin - t0, 0);
+    live.end = std::min(item.key_end - t0, TILE);
+    live.holes = false;
+    if (C::mask_mod || own_in(a, item, t0)) leave_unseen(a, item, t0, live);
     return live;
+  }
+
+  // whether a tree decides over some of the tile's tokens
+  static PAGEGEN_INLINE bool own_in(const Args& a, const Item& item, int32_t t0) {
+    return a.tree_mask && item.own - t0 < TILE;
+  }
+
+  // Takes the tokens out that the mask function and the tree keep from every row of the item. A token is tried until
+  // a row attends it: for most masks the first rows settle a tile.
+  static void leave_unseen(const Args& a, const Item& item, int32_t t0, Live& live) {
+    const Captured captured{a.captures};
+    const int32_t length = a.seq_lens[item.sequence], own = own_in(a, item, t0) ? item.own - t0 : TILE;
+    const int step = C::mask_by_head ? 1 : item.heads * G, last = (item.head + item.heads) * G;
+    const int32_t first = live.begin, most = live.end - live.begin;
+    int32_t seen = 0;
+    std::fill(live.some, live.some + TILE, false);
+    for (int i = 0; i < item.queries && seen < most; i++) {
+      const uint8_t* tree = own < TILE ? a.tree_mask + (int64_t)(item.token + i) * a.tree_stride : nullptr;
+      const int32_t position = item.position + i;
+      for (int head = item.head * G; head < last && seen < most; head += step) {
+        const Keys keys = Base::keys_of(a, item.sequence, head, position, length);
+        const int32_t end = std::min(keys.end - t0, first + most);
+        for (int32_t t = std::max(keys.begin - t0, first); t < end; t++) {
+          if (live.some[t] || (t >= own && !tree[t - own])) continue;
+          if (C::mask_mod && !Modifiers::mask(captured, item.sequence, head, position, t0 + t)) continue;
+          live.some[t] = true;
+          seen++;
+        }
+      }
+    }
+    while (live.begin < live.end && !live.some[live.begin]) live.begin++;
+    while (live.begin < live.end && !live.some[live.end - 1]) live.end--;
+    live.holes = seen < live.end - live.begin;
   }
 
   struct Tile {
@@ -57,9 +79,10 @@ template <class C> struct Tiles : Plan<C> {
     if (!tile.live.any()) return;
     for (int i = 0; i < RUNS; i++) {
       bool used = i * RUN < tile.live.end && (i + 1) * RUN > tile.live.begin;
-      if constexpr (C::mask_range)
-        if (used) used = std::find(tile.live.some + i * RUN, tile.live.some + (i + 1) * RUN, true) !=
-                         tile.live.some + (i + 1) * RUN;
+      if (used && tile.live.holes) {
+        const bool* some = tile.live.some + i * RUN;
+        used = std::find(some, some + RUN, true) != some + RUN;
+      }
       const uint32_t token = t0 + (used ? i * RUN : tile.live.begin);
       const uint32_t block = token / C::block_size, slot = token % C::block_size;
       tile.k[i] = table[block] * a.k_block_stride + slot * a.k_slot_stride;

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagegen.modifiers import captured_tensors
 from pagegen.reference import reference_attention
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Workload
-from pagegen.spec.dtypes import INT4
-from pagegen.targets.call import AttentionCall
+from pagegen.targets.call import AttentionCall, values_in_keys
 from pagegen_autotune import stored
 
 GIB = 1 << 30
@@ -56,11 +56,6 @@ def extras(spec: AttentionSpec, generator: torch.Generator) -> tuple[Tensor | No
     return slopes, torch.randn(heads, generator=generator) if spec.sinks else None
 
 
-def _shared(spec: AttentionSpec, k_cache: Tensor) -> Tensor:
-    """The values of a latent cache, as a call carries them."""
-    return k_cache if spec.kv_dtype == INT4 else k_cache[..., : spec.v_head_dim]
-
-
 def _call(
     spec: AttentionSpec, workload: Workload, q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor,
     slopes: Tensor | None, sinks: Tensor | None, factors: dict[str, Tensor],
@@ -81,7 +76,7 @@ def _call(
         sinks=None if sinks is None else sinks.to(device),
         out=torch.zeros(*q.shape[:2], spec.v_head_dim, dtype=q.dtype, device=device),
         lse=None,
-        captures=tuple(tensor.to(device) for tensor in stored.captures(spec)),
+        captures=tuple(tensor.to(device) for tensor in captured_tensors(spec.score_mod, spec.mask_mod)),
         **{name: tensor.to(device) for name, tensor in factors.items()},
     )
 
@@ -127,7 +122,7 @@ def check_batch(spec: AttentionSpec, layout: CacheLayout, workload: Workload, de
         return cache.copy_(held)
 
     k_cache = poisoned(spec.head_dim)
-    v_cache = _shared(spec, k_cache) if spec.shared_kv else poisoned(spec.v_head_dim)
+    v_cache = values_in_keys(k_cache, spec) if spec.shared_kv else poisoned(spec.v_head_dim)
     factors = stored.factors(spec, num_blocks, layout, generator, used=used)
     q = torch.randn(workload.total_q, spec.num_q_heads, spec.head_dim, generator=generator)
     # scores scale * q.k of unit normals spread by scale * sqrt(D)
@@ -182,7 +177,7 @@ class Pool:
         spec = self.spec
         k_cache = layout.view(self._keys, spec.num_kv_heads, stored.columns(spec, spec.head_dim))
         if self._values is None:
-            v_cache = _shared(spec, k_cache)
+            v_cache = values_in_keys(k_cache, spec)
         else:
             v_cache = layout.view(self._values, spec.num_kv_heads, stored.columns(spec, spec.v_head_dim))
         num_blocks = k_cache.shape[0]

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from pagegen import modifiers
 from pagegen.spec import AttentionSpec, CacheLayout
 from pagegen.spec.dtypes import INT4
+from pagegen.targets.torch_cache import encode
 
 # Steps a standard deviation: integers use most of their range, and few saturate.
 STEPS = {torch.int8: 40.0, INT4: 2.5}
@@ -25,14 +25,8 @@ def columns(spec: AttentionSpec, width: int) -> int:
 def stored(spec: AttentionSpec, values: Tensor) -> Tensor:
     """Unit normal `values` [..., width] as the cache holds them, NaN where they are NaN and the dtype has one."""
     steps = STEPS.get(spec.kv_dtype)
-    if steps is None:
-        return values.to(spec.kv_dtype)
-    low, high = (-8, 7) if spec.kv_dtype == INT4 else (-128, 127)
-    integers = (values * steps).round().clamp(low, high).nan_to_num(high).to(torch.int8)
-    if spec.kv_dtype != INT4:
-        return integers
-    nibbles = integers.view(torch.uint8) & 0xF
-    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+    # an integer cannot be NaN: the largest one shows best where it must not be read
+    return encode(values if steps is None else (values * steps).nan_to_num(math.inf), spec.kv_dtype)
 
 
 def factors(
@@ -56,9 +50,3 @@ def factors(
     if spec.shared_kv:  # values are columns of the keys, and dequantised as they are
         found |= {f"v_{name[2:]}": tensor for name, tensor in found.items() if name.startswith("k_")}
     return found
-
-
-def captures(spec: AttentionSpec) -> tuple[Tensor, ...]:
-    """The tensors that the spec's functions captured."""
-    found = (modifiers.find(spec.score_mod, "score"), modifiers.find(spec.mask_mod, "mask"))
-    return tuple(tensor for modifier in found if modifier is not None for tensor in modifier.tensors.values())

@@ -11,8 +11,7 @@ import click
 from pagegen.cli import options, output
 from pagegen.cli.db import plain_failures, url_option
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Status, Target, TritonVariant, Variant, Workload
-
-PrefixGroups = tuple[tuple[int, tuple[int, ...]], ...]
+from pagegen.spec.shared_prefix import PrefixGroups
 
 # Quantities that do not add up over sequences.
 PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")

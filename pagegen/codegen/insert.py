@@ -2,77 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import libcst as cst
 import torch
 
-from pagegen.codegen import prune
-from pagegen.modifiers import Capture, find
+from pagegen.codegen import prune, traced
+from pagegen.modifiers import Capture
 from pagegen.spec import AttentionSpec
 
 # The parameter that stands for the captured tensors in a template.
 CAPTURES = "captures"
-
-
-def mask_bounds(spec: AttentionSpec) -> tuple[Any, Any]:
-    """The first key that the spec's mask function may allow a query and the one after the last, as expressions; None
-    where there is no such bound."""
-    modifier = find(spec.mask_mod, "mask")
-    if modifier is None:
-        return None, None
-    from pagegen.modifiers import mask_range, trace
-
-    low, high = mask_range(trace(modifier).expression)
-    return low, high
+# The template's functions that return a traced expression.
+_FUNCTIONS = {"score": "score_mod", "mask": "mask_mod", "low": "mask_low", "high": "mask_high"}
 
 
 def captured_names(spec: AttentionSpec) -> tuple[str, ...]:
     """The launcher's parameters for the captured tensors, in the order of a call's captures."""
-    return tuple(f"{kind}_{capture.name}" for kind, capture in _captures(spec))
+    return tuple(name for name, _ in traced.captures(spec))
 
 
 def captured_dtypes(spec: AttentionSpec) -> tuple[torch.dtype, ...]:
-    """Their dtypes."""
-    return tuple(capture.dtype for _, capture in _captures(spec))
+    """The dtypes of the captured tensors, in the same order."""
+    return tuple(capture.dtype for _, capture in traced.captures(spec))
 
 
 def modifiers(text: str, spec: AttentionSpec) -> str:
     """A template's text with the spec's functions in place of the identities, and their captured tensors as
-    parameters."""
+    parameters. Raises Untraceable for a function that has no expression."""
     if spec.score_mod is None and spec.mask_mod is None:
         return text
+    from pagegen.modifiers import print_triton
+
+    expressions = {_FUNCTIONS[key]: value for key, value in traced.printed(spec, print_triton).items()}
     module = cst.parse_module(text)
-    changed = module.visit(_Bodies(_expressions(spec))).visit(_Parameters(_captures(spec)))
+    changed = module.visit(_Bodies(expressions)).visit(_Parameters(traced.captures(spec)))
     assert isinstance(changed, cst.Module)
     return changed.code
-
-
-def _captures(spec: AttentionSpec) -> tuple[tuple[str, Capture], ...]:
-    found = []
-    for kind, name in (("score", spec.score_mod), ("mask", spec.mask_mod)):
-        modifier = find(name, kind)
-        if modifier is not None:
-            found += [(kind, capture) for capture in modifier.captures]
-    return tuple(found)
-
-
-@functools.cache
-def _expressions(spec: AttentionSpec) -> dict[str, str]:
-    """What each of the template's functions is to return."""
-    from pagegen.modifiers import print_triton, trace
-
-    found = {}
-    for kind, name in (("score", spec.score_mod), ("mask", spec.mask_mod)):
-        modifier = find(name, kind)
-        if modifier is not None:
-            found[f"{kind}_mod"] = print_triton(trace(modifier).expression, kind)
-    for side, bound in zip(("mask_low", "mask_high"), mask_bounds(spec), strict=True):
-        if bound is not None:
-            found[side] = print_triton(bound, "mask")
-    return found
 
 
 class _Bodies(cst.CSTTransformer):
@@ -121,8 +87,7 @@ class _Parameters(cst.CSTTransformer):
 
     def _names(self, in_kernel: bool) -> list[str]:
         names = []
-        for kind, capture in self.captures:
-            name = f"{kind}_{capture.name}"
+        for name, capture in self.captures:
             sizes = [f"{name}_size_{i}" for i in range(capture.rank)]
             names += [f"{name}_ptr", *sizes] if in_kernel else [name]
         return names

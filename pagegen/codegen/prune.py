@@ -108,10 +108,27 @@ def unused(module: cst.Module, roots: Sequence[str]) -> cst.Module:
         module = _drop_unreachable(module, roots)
         for function in functions(module):
             module = _drop_unread(module, function)
-        for function in functions(module):
-            module = _drop_unused_params(module, function)
+        module = _drop_unused_params(module)
         if module is before:
             return module
+
+
+def without_headings(module: cst.Module) -> cst.Module:
+    """The module without its section headings (`# --- ...`): what they stand above in a template may be gone."""
+    body: list[Any] = []
+    for statement in module.body:
+        lines = getattr(statement, "leading_lines", ())
+        at = [i for i, line in enumerate(lines) if line.comment and line.comment.value.startswith("# ---")]
+        # the blank lines behind a heading go with it
+        body.append(
+            statement.with_changes(leading_lines=[*lines[: at[0]], *_text(lines[at[0] + 1 :])]) if at else statement
+        )
+    return module.with_changes(body=body)
+
+
+def _text(lines: Sequence[cst.EmptyLine]) -> Sequence[cst.EmptyLine]:
+    first = next((i for i, line in enumerate(lines) if line.comment), len(lines))
+    return lines[first:]
 
 
 def _drop_unread(module: cst.Module, function: cst.FunctionDef) -> cst.Module:
@@ -176,34 +193,45 @@ class _DropUnread(cst.CSTTransformer):
         return updated_node
 
 
-def _drop_unused_params(module: cst.Module, function: cst.FunctionDef) -> cst.Module:
-    read = names_read(function.body)
-    # an unbound constant stays, so that the specialiser can name it
-    dropped = {p.name.value for p in function.params.params if not read[p.name.value] and not p.name.value.isupper()}
+def _drop_unused_params(module: cst.Module) -> cst.Module:
+    dropped: dict[str, set[str]] = {}
+    for function in functions(module):
+        read = names_read(function.body)
+        # an unbound constant stays, so that the specialiser can name it
+        unread = {p.name.value for p in function.params.params if not (read[p.name.value] or p.name.value.isupper())}
+        if unread:
+            dropped[function.name.value] = unread
     if not dropped:
         return module
-    kept = [p for p in function.params.params if p.name.value not in dropped]
-    slim = function.with_changes(
-        params=function.params.with_changes(params=relist(function.params.params, kept)),
-        decorators=[d.visit(_DropStrings(dropped)) for d in function.decorators],
-    )
-    changed = _replace(module, function, slim).visit(_DropArguments(function.name.value, dropped))
+    body = [
+        _without_params(s, dropped[s.name.value]) if isinstance(s, cst.FunctionDef) and s.name.value in dropped else s
+        for s in module.body
+    ]
+    changed = module.with_changes(body=body).visit(_DropArguments(dropped))
     assert isinstance(changed, cst.Module)
     return changed
 
 
-class _DropArguments(cst.CSTTransformer):
-    """Removes the keywords `dropped` from calls `f(...)` and launches `f[grid](...)` of one function."""
+def _without_params(function: cst.FunctionDef, dropped: set[str]) -> cst.FunctionDef:
+    kept = [p for p in function.params.params if p.name.value not in dropped]
+    return function.with_changes(
+        params=function.params.with_changes(params=relist(function.params.params, kept)),
+        decorators=[d.visit(_DropStrings(dropped)) for d in function.decorators],
+    )
 
-    def __init__(self, function: str, dropped: set[str]) -> None:
-        self.function = function
+
+class _DropArguments(cst.CSTTransformer):
+    """Removes keywords from calls `f(...)` and launches `f[grid](...)`: those that `dropped` has for each function."""
+
+    def __init__(self, dropped: dict[str, set[str]]) -> None:
         self.dropped = dropped
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         callee = updated_node.func.value if isinstance(updated_node.func, cst.Subscript) else updated_node.func
-        if not isinstance(callee, cst.Name) or callee.value != self.function:
+        dropped = self.dropped.get(callee.value) if isinstance(callee, cst.Name) else None
+        if not dropped:
             return updated_node
-        kept = [a for a in updated_node.args if a.keyword is None or a.keyword.value not in self.dropped]
+        kept = [a for a in updated_node.args if a.keyword is None or a.keyword.value not in dropped]
         return updated_node.with_changes(args=relist(updated_node.args, kept))
 
 

@@ -5,7 +5,7 @@ function takes as parameters are constants to bind; calls between the template's
 keyword, constants as `NAME=NAME`. That convention is all the specialiser relies on:
 
 1. `if` statements and expressions whose tests are decided by the bound values are folded;
-   likewise a division by a constant 1, and an option of a tl function that is False;
+   likewise a product or quotient with a constant 1, and an option of a tl function that is False;
 2. bound parameters and the keywords that passed them go, the names become module constants;
 3. assignments to names that nothing reads, parameters that nothing uses (with the arguments that fed them) and
    functions and imports that nothing refers to are dropped, until nothing changes.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ _OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
 }  # fmt: skip
 
+MAX_LINE = 120
+# A bracket whose items stand on lines of their own, none of them with a comment.
+_EXPLODED = re.compile(r"^(?P<head>.*\()\n(?P<items>(?: +[^\s#][^\n#]*,\n)+) *(?P<tail>\).*)$", re.MULTILINE)
+
 
 def specialise(source: str, bindings: Mapping[str, Value], *, header: Sequence[str], roots: Sequence[str]) -> str:
     """`source` with the constants of `bindings` bound, behind the comment lines of `header`.
@@ -46,13 +51,20 @@ def specialise(source: str, bindings: Mapping[str, Value], *, header: Sequence[s
         raise ValueError(f"bindings must name constants of the template, got {', '.join(sorted(missing))}")
     module = _visit(module, _Fold(bindings))
     module = _visit(module, _Bind(bindings))
-    module = prune.unused(module, roots)
+    module = prune.without_headings(prune.unused(module, roots))
     unbound = sorted(set(_constant_notes(module)))
     if unbound:
         raise ValueError(f"bindings must give a value for {', '.join(unbound)}")
     module = _with_constants(module, bindings, notes)
     comments = [cst.EmptyLine(comment=cst.Comment(f"# {line}")) for line in header]
-    return module.with_changes(header=[*comments, *module.header]).code
+    return _EXPLODED.sub(_on_one_line, module.with_changes(header=[*comments, *module.header]).code)
+
+
+def _on_one_line(exploded: re.Match[str]) -> str:
+    """What is left of a list that no longer needs several lines, as a formatter would write it."""
+    items = " ".join(line.strip() for line in exploded["items"].splitlines()).removesuffix(",")
+    line = f"{exploded['head']}{items}{exploded['tail']}"
+    return line if len(line) <= MAX_LINE else exploded[0]
 
 
 def _visit(module: cst.Module, transformer: cst.CSTTransformer) -> cst.Module:
@@ -145,10 +157,10 @@ class _Fold(cst.CSTTransformer):
     def leave_BinaryOperation(
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
     ) -> cst.BaseExpression:
-        """Drops a division by a constant that is bound to 1."""
-        divisor = updated_node.right
-        if isinstance(updated_node.operator, cst.FloorDivide) and isinstance(divisor, cst.Name):
-            return updated_node.left if self.bindings.get(divisor.value) == 1 else updated_node
+        """Drops a multiplication or division by a constant that is bound to 1."""
+        right = updated_node.right
+        if isinstance(updated_node.operator, cst.FloorDivide | cst.Multiply) and isinstance(right, cst.Name):
+            return updated_node.left if self.bindings.get(right.value) == 1 else updated_node
         return updated_node
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonVariant, Variant
-from pagegen.spec.variant import cheapest_walk, next_power_of_two, pieces
+from pagegen.spec.variant import cheapest_walk, fewest_columns, next_power_of_two, pieces
 
 TILE_KVS = (32, 64, 128)
 NUM_SPLITS = (1, 2, 4, 8, 16, 32)
@@ -28,7 +28,6 @@ def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, deco
     rows: tuple[int, ...] = (min(64, heads),) if decode else (64, 128)
     if max(spec.head_dim, spec.v_head_dim) > 256:  # a latent cache: a few of its many heads fill a tile
         rows = (16, 32)
-    split = sum(pieces(spec.head_dim, "split")) < sum(pieces(spec.head_dim, "padded"))
     found = []
     for tile_rows in rows:
         for tile_kv in TILE_KVS:
@@ -39,7 +38,7 @@ def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, deco
                 tile_rows=tile_rows,
                 tile_kv=tile_kv,
                 page_walk=cheapest_walk(layout.block_size, tile_kv),
-                head_pieces="split" if split else "padded",
+                head_pieces=fewest_columns(spec.head_dim),
                 num_warps=num_warps,
             )
             found += [

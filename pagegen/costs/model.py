@@ -16,6 +16,7 @@ import torch
 from pagegen.costs import symbols as s
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant, Workload
 from pagegen.spec.dtypes import bytes_per_element
+from pagegen.spec.variant import HEADS_TOGETHER
 
 # Good kernels reach 80-90 % of a GPU's memory bandwidth over long contexts (published decode kernels on A100, H100).
 MEMORY_EFFICIENCY = 0.85
@@ -43,8 +44,6 @@ CPU_TILE_US = 0.02
 # What one thread computes where the device does not say, in 1e12 flops/s: measured on a Zen 4 core for bf16 dot
 # products and AVX-512 FMA; half of the latter for AVX2, an eighth of that for plain code (assumptions).
 CPU_THREAD_TFLOPS = {"avx512_bf16": 0.234, "avx512f": 0.117, "avx2": 0.058, "": 0.007}
-# KV heads that an item reads in turn in NHD order; see the C++ template's heads_together.
-CPU_HEADS_TOGETHER = 8
 # Share of the sequential read bandwidth that a walk over chunks in random order reaches, 2 threads, loads only (Zen 4,
 # bf16): by bytes of a contiguous chunk, without and with prefetch into L2, without and with four or more streams.
 CPU_CHUNK_BYTES = (256, 4096, 8192, 32768, 65536, 262144)
@@ -219,6 +218,6 @@ def _walk_share(spec: AttentionSpec, layout: CacheLayout, variant: CppVariant) -
     """The share of sequential read bandwidth that the walk over the blocks reaches, by its contiguous chunk: one
     head's rows of a block in HND order, one token's rows of the heads read together in NHD order."""
     row_bytes = float(spec.head_dim * bytes_per_element(spec.kv_dtype))
-    rows = layout.block_size if layout.order == "HND" else min(CPU_HEADS_TOGETHER, spec.num_kv_heads)
+    rows = layout.block_size if layout.order == "HND" else min(HEADS_TOGETHER, spec.num_kv_heads)
     shares = CPU_WALK_EFFICIENCY[variant.prefetch_tiles > 0, variant.streams >= 4]
     return float(np.interp(math.log2(rows * row_bytes), np.log2(CPU_CHUNK_BYTES), shares))

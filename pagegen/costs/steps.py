@@ -6,7 +6,6 @@ as if they did not: what is compared here differs by launches or by whole copies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pagegen.costs.model import (
@@ -20,6 +19,7 @@ from pagegen.costs.model import (
     kv_bytes,
 )
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Workload
+from pagegen.spec.shared_prefix import PrefixGroups
 
 # torch.compile makes one kernel of the rotation of q and one of k's.
 ROTATE_LAUNCHES = 2
@@ -40,8 +40,6 @@ CPU_LAUNCH_US = 4.0
 # How much faster than memory the last-level cache gives what it holds: 26 against 10.5 GB/s a thread for decode (Zen 4,
 # measured); L2 against HBM on A100 and H100 is 2 to 3 in published microbenchmarks.
 CACHE_GAIN = 2.5
-
-PrefixGroups = Sequence[tuple[int, Sequence[int]]]
 
 
 def _pass_us(device: Device, num_bytes: float, launches: int, *, own_kernel: bool = False) -> float:
@@ -78,7 +76,7 @@ def rotate_write_us(spec: AttentionSpec, device: Device, workload: Workload) -> 
     return _pass_us(device, 2 * queries + kv + cached, 1, own_kernel=True)
 
 
-def padded(workload: Workload) -> Workload:
+def _padded(workload: Workload) -> Workload:
     """Every sequence as long as the longest, with as many queries: what a dense batch computes."""
     count = workload.num_seqs
     return Workload(
@@ -89,14 +87,14 @@ def padded(workload: Workload) -> Workload:
 
 def gather_us(spec: AttentionSpec, device: Device, workload: Workload) -> float:
     """Copying every sequence's whole context out of its blocks, padded to the longest."""
-    dense = padded(workload)
+    dense = _padded(workload)
     stored = spec.kv_bytes_per_token
     return _pass_us(device, stored * (workload.total_context + dense.total_context), GATHER_LAUNCHES)
 
 
 def dense_us(spec: AttentionSpec, layout: CacheLayout, device: Device, workload: Workload) -> float:
     """torch's SDPA over the padded copy, with a mask."""
-    dense, whole = padded(workload), spec.replace(window=None, causal=False)
+    dense, whole = _padded(workload), spec.replace(window=None, causal=False)
     read = spec.kv_bytes_per_token * dense.total_context + 4 * _query_bytes(spec, dense)
     computing = flops(whole, layout, dense) / (flops_per_us(spec, device) * MATRIX_EFFICIENCY)
     return max(_pass_us(device, read, DENSE_LAUNCHES), DENSE_LAUNCHES * _pass_us(device, 0, 1) + computing)

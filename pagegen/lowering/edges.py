@@ -8,11 +8,10 @@ from dataclasses import replace
 import networkx as nx
 
 from pagegen import costs, targets
-from pagegen.costs.steps import PrefixGroups
 from pagegen.lowering.graph import Graph, Measured, Step, add, plan, timed
 from pagegen.spec import AttentionSpec, CacheLayout, Device, TritonVariant, Variant, Workload
 from pagegen.spec.dtypes import QUERY_DTYPES
-from pagegen.spec.shared_prefix import flat_reason, prefix_spec
+from pagegen.spec.shared_prefix import PrefixGroups, flat_reason, prefix_spec
 
 IN_SPLITS = "attend in splits + reduce"
 CASCADE = "pagegen.cascade_attention"
@@ -95,12 +94,16 @@ def _kernels(
     for name, forms in _forms(spec, variant, device).items():
         known = [
             Step(
-                name=name, source="written", target="attended", does="pagegen.paged_attention", variant=form,
+                name=name,
+                source="written",
+                target="attended",
+                does="pagegen.paged_attention",
+                variant=form,
                 us=costs.predict_us(spec, layout, form, device, workload),
             )
             for form in forms
             if not costs.legal(spec, layout, form, device)
-        ]  # fmt: skip
+        ]
         if not known:
             continue
         # what was measured stands for its kind: a prediction must not hide it

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from pagegen.modifiers.closures import Capture
 from pagegen.modifiers.registry import Modifier, mask_mod, score_mod
-from pagegen.modifiers.shipped import alibi, causal, chunked, documents, find, prefix_lm, sliding_window, soft_cap
+from pagegen.modifiers.shipped import (
+    alibi,
+    captured_tensors,
+    causal,
+    chunked,
+    documents,
+    find,
+    find_both,
+    prefix_lm,
+    sliding_window,
+    soft_cap,
+)
 
 if TYPE_CHECKING:
     from pagegen.modifiers.cpp_printer import print_cpp
@@ -26,10 +37,12 @@ __all__ = [
     "Traced",
     "Untraceable",
     "alibi",
+    "captured_tensors",
     "causal",
     "chunked",
     "documents",
     "find",
+    "find_both",
     "mask_mod",
     "mask_range",
     "prefix_lm",

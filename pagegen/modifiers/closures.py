@@ -7,9 +7,10 @@ beside the user's.
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ MAX_RANK = 3
 MAX_ELEMENTS = 2**31  # kernels index captured tensors with 32 bits
 _CELL_READS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# Packages whose functions, classes and modules are taken to stay what they are.
+_FIXED_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "pagegen"}
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,19 @@ class Capture:
 
 @dataclass
 class Closure:
-    """A function and the values that its code reads by name, as they were when it was looked at. A value that is a
-    Python function itself is held as its own `Closure`."""
+    """A function, the values that its code reads by name and those of its `defaults`, as they were when it was looked
+    at. A value that is a Python function itself is held as its own `Closure`."""
 
     function: FunctionType
     values: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
         """The captured tensors by name, in the order in which the code first reads them, those of the functions that it
         calls included. A name that several functions give to different tensors is numbered: starts, starts_2."""
         found: dict[str, Tensor] = {}
         for closure in self._walk():
-            for name, value in closure.values.items():
+            for name, value in closure._items():
                 if isinstance(value, Tensor) and not any(value is other for other in found.values()):
                     found[_unused(name, found)] = value
         return found
@@ -60,19 +65,33 @@ class Closure:
         return self._rebuilt(dict(zip(originals, stand_ins, strict=True)), {})
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal for functions that do the same: their code, the numbers they captured, and the names, ranks and dtypes
-        of the tensors. Other captured objects count by identity."""
+        """Equal for functions that do the same: their code, the numbers they captured or have as defaults, and the
+        names, ranks and dtypes of the tensors. Other captured objects count by identity."""
         closures = list(self._walk())
         places = {id(closure): i for i, closure in enumerate(closures)}
         names = {id(tensor): name for name, tensor in self.tensors().items()}
-        return tuple((_code_key(c.function.__code__), _values_key(c.values, places, names)) for c in closures)
+        return tuple((_code_key(c.function.__code__), _values_key(c._items(), places, names)) for c in closures)
+
+    def reads_objects(self) -> bool:
+        """Whether something is read whose contents may change unseen by `fingerprint`: a dict, an instance, a class, a
+        module or function of a package that is neither the function's own nor known to be fixed."""
+        return any(
+            any(not _is_fixed(value) for _, value in closure._items())
+            or bool(closure.function.__dict__)
+            or any(package not in _FIXED_PACKAGES for package in _imports(closure.function.__code__))
+            for closure in self._walk()
+        )
+
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        yield from self.values.items()
+        yield from self.defaults.items()
 
     def _walk(self, seen: set[int] | None = None) -> Iterator[Closure]:
         seen = set() if seen is None else seen
         if id(self) not in seen:
             seen.add(id(self))
             yield self
-            for value in self.values.values():
+            for _, value in self._items():
                 if isinstance(value, Closure):
                     yield from value._walk(seen)
 
@@ -84,18 +103,24 @@ class Closure:
             CellType() if name in self.values else cell for name, cell in zip(code.co_freevars, old, strict=True)
         )
         scope = dict(self.function.__globals__)
-        new = FunctionType(code, scope, self.function.__name__, self.function.__defaults__, cells)
-        new.__kwdefaults__ = self.function.__kwdefaults__
+        new = FunctionType(code, scope, self.function.__name__, None, cells)
+        new.__dict__.update(self.function.__dict__)
         made[id(self)] = new
+
+        def replaced(value: Any) -> Any:
+            value = value._rebuilt(stand_ins, made) if isinstance(value, Closure) else value
+            return stand_ins.get(id(value), value)
+
         by_name = dict(zip(code.co_freevars, cells, strict=True))
         for name, value in self.values.items():
-            if isinstance(value, Closure):
-                value = value._rebuilt(stand_ins, made)
-            value = stand_ins.get(id(value), value)
             if name in by_name:
-                by_name[name].cell_contents = value
+                by_name[name].cell_contents = replaced(value)
             else:
-                scope[name] = value
+                scope[name] = replaced(value)
+        positional = len(self.function.__defaults__ or ())
+        defaults = [(name, replaced(value)) for name, value in self.defaults.items()]
+        new.__defaults__ = tuple(value for _, value in defaults[:positional]) or None
+        new.__kwdefaults__ = dict(defaults[positional:]) or None
         return new
 
 
@@ -106,18 +131,60 @@ def closure_of(function: FunctionType, made: dict[int, Closure] | None = None) -
     if id(function) in made:
         return made[id(function)]
     closure = made[id(function)] = Closure(function)
+
+    def looked_into(value: Any, *, own: bool) -> Any:
+        if isinstance(value, FunctionType) and (own or _akin(value, function)):
+            return closure_of(value, made)
+        if isinstance(value, (Tensor, ModuleType)):
+            return value
+        inner = getattr(value, "closure", None)  # of a Modifier, which is called like its function
+        return inner if isinstance(inner, Closure) else value
+
     for name, value in _reads(function).items():
-        if isinstance(value, FunctionType) and (name in function.__code__.co_freevars or _akin(value, function)):
-            value = closure_of(value, made)
-        elif not isinstance(value, (Tensor, ModuleType)):
-            inner = getattr(value, "closure", None)  # of a Modifier, which is called like its function
-            value = inner if isinstance(inner, Closure) else value
-        closure.values[name] = value
+        closure.values[name] = looked_into(value, own=name in function.__code__.co_freevars)
+    for name, value in _defaults(function).items():
+        closure.defaults[name] = looked_into(value, own=True)
     return closure
 
 
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    """The defaults by parameter: first those of `__defaults__`, which are of the last positional parameters."""
+    positional = function.__code__.co_varnames[: function.__code__.co_argcount]
+    values = function.__defaults__ or ()
+    last = positional[len(positional) - len(values) :]
+    return {**dict(zip(last, values, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value that a function reads by name is known by what a fingerprint holds of it."""
+    if isinstance(value, (Tensor, Closure, *_CONSTANTS)):
+        return True
+    if isinstance(value, tuple):
+        return all(isinstance(part, _CONSTANTS) or (isinstance(part, tuple) and _is_fixed(part)) for part in value)
+    if isinstance(value, ModuleType):
+        return _package(value.__name__) in _FIXED_PACKAGES
+    if isinstance(value, BuiltinFunctionType):  # a builtin method of an object reads that object
+        return value.__self__ is None or isinstance(value.__self__, (ModuleType, type))
+    if isinstance(value, (FunctionType, type)):
+        return _package(value.__module__) in _FIXED_PACKAGES
+    return isinstance(value, MethodDescriptorType)
+
+
+def _package(module: str | None) -> str:
+    return str(module).split(".")[0]
+
+
+def _imports(code: CodeType) -> Iterator[str]:
+    """The packages that the code imports while it runs."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            yield _package(instruction.argval)
+        elif isinstance(instruction.argval, CodeType):
+            yield from _imports(instruction.argval)
+
+
 def _akin(one: FunctionType, other: FunctionType) -> bool:
-    return str(one.__module__).split(".")[0] == str(other.__module__).split(".")[0]
+    return _package(one.__module__) == _package(other.__module__)
 
 
 def check_captured(name: str, tensor: Tensor) -> Capture:
@@ -177,8 +244,10 @@ def _code_key(code: CodeType) -> tuple[Any, ...]:
     return (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants)
 
 
-def _values_key(values: Mapping[str, Any], places: Mapping[int, int], names: Mapping[int, str]) -> tuple[Any, ...]:
-    return tuple((name, *_value_key(value, places, names)) for name, value in values.items())
+def _values_key(
+    items: Iterator[tuple[str, Any]], places: Mapping[int, int], names: Mapping[int, str]
+) -> tuple[Any, ...]:
+    return tuple((name, *_value_key(value, places, names)) for name, value in items)
 
 
 def _value_key(value: Any, places: Mapping[int, int], names: Mapping[int, str]) -> tuple[Any, ...]:
@@ -186,6 +255,6 @@ def _value_key(value: Any, places: Mapping[int, int], names: Mapping[int, str]) 
         return ("tensor", names[id(value)], value.dim(), value.dtype)
     if isinstance(value, Closure):
         return ("function", places[id(value)])
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, _CONSTANTS) or (isinstance(value, tuple) and _is_fixed(value)):
         return (type(value), repr(value))
     return ("object", id(value))

@@ -49,6 +49,14 @@ class CppPrinter(Printer):
         branches = [branch.within(_CHOICE + 1) for branch in (a, b)]
         return Text(f"{condition.within(_CHOICE + 1)} ? {branches[0]} : {branches[1]}", _CHOICE, kind)
 
+    def _integer_division(self, dividend: Any, divisor: Any, operator: str, helper: str) -> Text:
+        """C++'s own operators for constant divisors only. Any other may come out as 0, if only by wrapping around or at
+        a key that nobody attends, and the CPU ends a process that divides by it: the kernel's helpers do not trap."""
+        if divisor.is_Integer:
+            return super()._integer_division(dividend, divisor, operator, helper)
+        a, b = (self._integer(self.print(part)) for part in (dividend, divisor))
+        return Text(f"{helper}({a.text}, {b.text})", ATOM, "int")
+
     def extreme(self, name: str, operands: list[Text], exact: Any) -> Text:
         kind = "float" if any(operand.type == "float" for operand in operands) else "int"
         held = "float" if kind == "float" else "int64_t" if exact.has(AppliedUndef) else "int32_t"
@@ -72,11 +80,8 @@ def print_cpp(expression: Traced | Any, kind: str | None = None) -> str:
     of a modifier of `kind` (say, a bound from `mask_range`).
 
     It needs <algorithm>, <cmath>, <cstdint>, <cstdlib> and <limits>, and calls what the kernel defines: floor_div(a, b)
-    and floor_mod(a, b) for integers of 32 and 64 bits, also mixed (Python's // and %, where an operand may be
-    negative), and captured.{kind}_NAME(indices...), which returns int64_t, float or bool.
+    and floor_mod(a, b) for integers of 32 and 64 bits, also mixed (Python's // and %, where an operand may be negative
+    or the divisor 0: that result is unspecified, but must not trap), and captured.{kind}_NAME(indices...), which
+    returns int64_t, float or bool.
     """
-    if isinstance(expression, Traced):
-        expression, kind = expression.expression, expression.kind
-    if kind not in ("score", "mask"):
-        raise ValueError(f'kind must be "score" or "mask", got {kind!r}')
-    return CppPrinter(kind).print(expression).text
+    return CppPrinter.source(expression, kind)

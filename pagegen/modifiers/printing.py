@@ -14,13 +14,15 @@ import sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
+from pagegen.modifiers.registry import PARAMETERS
 from pagegen.modifiers.symbolic import Where, Wide, is_truth
+from pagegen.modifiers.tracing import Traced
 
 # How tight a form binds; the languages differ below sums. Integer division is set apart: -k // 4 is not -(k // 4).
 ATOM, UNARY, PRODUCT, QUOTIENT, SUM = 100, 90, 80, 75, 70
 
-
 EXP2 = "exp2"  # sympy has no function of this name
+_MOST_FACTORS = 16  # of a power that is printed as a product
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,20 @@ class Printer:
     logic: dict[type, str]
     functions: dict[Any, str]
     infinity: str
+    division: str  # of integers
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+
+    @classmethod
+    def source(cls, expression: Traced | Any, kind: str | None) -> str:
+        """The text of a `Traced`, or of an expression of a modifier of `kind`. Raises ValueError where no kind is
+        known."""
+        if isinstance(expression, Traced):
+            expression, kind = expression.expression, expression.kind
+        if kind not in PARAMETERS:
+            raise ValueError(f'kind must be "score" or "mask", got {kind!r}')
+        return cls(kind).print(expression).text
 
     # What a language says in its own way.
     def literal(self, value: float) -> str:
@@ -171,18 +184,32 @@ class Printer:
 
     def _power(self, e: Any) -> Text:
         base, exponent = e.args
-        if exponent.is_Integer and 2 <= exponent <= 4:
-            return self._times([self.print(base)] * int(exponent))
+        if exponent.is_number and exponent >= 0 and float(exponent).is_integer():
+            return self._whole_power(base, int(exponent), exact=bool(exponent.is_Integer))
         if exponent.is_number and exponent < 0:
             below = self.print(base**-exponent)
             top = self.to_float(self.print(sympy.Integer(1)))
             return Text(f"{top.text} / {below.within(PRODUCT + 1)}", PRODUCT, "float")
         if exponent == sympy.Rational(1, 2):
             return self._called(sympy.sqrt, self.print(base))
-        if exponent.is_number:  # of a base that is not negative, as in torch
-            logarithm = self._called(sympy.log, self.print(base))
-            return self._called(sympy.exp, self._times([self.print(sympy.Float(exponent)), logarithm]))
+        if exponent.is_number:  # NaN of a negative base, as in torch
+            return self._exponential(base, exponent)
         return self._called(EXP2, self.print(exponent * _log2(base)))
+
+    def _whole_power(self, base: Any, exponent: int, *, exact: bool) -> Text:
+        """`exponent` factors, integers where the exponent is written as one; of many, the magnitude and its sign."""
+        if exponent <= _MOST_FACTORS:
+            factor = self.print(base)
+            factor = factor if exact else self.to_float(factor)
+            return self._times([factor] * exponent) if exponent else self.to_float(self.print(sympy.Integer(1)))
+        size = self._exponential(sympy.Abs(base), sympy.Integer(exponent))
+        if exponent % 2 == 0 or base.is_nonnegative:
+            return size
+        return self.where(self.print(base < 0), Text(f"-{size.within(UNARY)}", UNARY, "float"), size)
+
+    def _exponential(self, base: Any, exponent: Any) -> Text:
+        logarithm = self._called(sympy.log, self.print(base))
+        return self._called(sympy.exp, self._times([self.print(sympy.Float(exponent)), logarithm]))
 
     def _floor(self, e: Any) -> Text:
         dividend, divisor = e.args[0].as_numer_denom()
@@ -201,8 +228,6 @@ class Printer:
         if dividend.is_integer and divisor.is_integer:
             return self._integer_division(dividend, divisor, "%", "floor_mod")
         return self.print(dividend - divisor * sympy.floor(dividend / divisor))
-
-    division = "//"
 
     def _integer_division(self, dividend: Any, divisor: Any, operator: str, helper: str) -> Text:
         """Truncation is floor where both are known not to be negative; elsewhere the template's helper does it."""

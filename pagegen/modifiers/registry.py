@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +19,9 @@ PARAMETERS = {
 }
 REGISTERED: dict[str, Modifier] = {}
 _FINGERPRINTS: dict[str, tuple[Any, ...]] = {}
+# What became of tracing by name: an expression (`tracing.Traced`), or why there is none. By name, which says what a
+# modifier computes: a cache of modifiers would keep their tensors alive.
+OUTCOMES: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Modifier:
     tensors: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     captures: tuple[Capture, ...] = field(default=(), compare=False)
     closure: Closure | None = field(default=None, compare=False, repr=False)
+    reads_objects: bool = field(default=False, compare=False, repr=False)
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
@@ -46,7 +50,12 @@ class Modifier:
 
     def over(self, tensors: Sequence[Tensor] | None = None) -> Callable[..., Any]:
         """The function over `tensors` (default: the captured ones), in which an index outside of a tensor reads its
-        nearest element, as it does in a kernel."""
+        nearest element, as it does in a kernel. Raises ValueError where an object that the function reads has changed
+        since it was registered, so that it computes something else now than its kernels do."""
+        if self.reads_objects:
+            from pagegen.modifiers.tracing import check_unchanged
+
+            check_unchanged(self)
         given = self.tensors.values() if tensors is None else tensors
         return self.bound([tensor.as_subclass(_Clamped) for tensor in given])
 
@@ -83,9 +92,20 @@ def register(kind: str, function: Callable[..., Any], name: str | None = None) -
     tensors = closure.tensors() if closure else {}
     captures = tuple(check_captured(name, tensor) for name, tensor in tensors.items())
     fingerprint = (kind, *(closure.fingerprint() if closure else (id(function),)))
-    chosen = _free_name(name or _default_name(function, closure), fingerprint)
-    modifier = Modifier(chosen, kind, function, tensors, captures, closure)
+    wanted_name = name or _default_name(function, closure)
+    modifier = Modifier(wanted_name, kind, function, tensors, captures, closure)
+    outcome = None
+    if closure is None or closure.reads_objects():  # rare: the code does not say what is computed, its trace does
+        from pagegen.modifiers.tracing import outcome_of
+
+        modifier = replace(modifier, reads_objects=True)
+        outcome, says = outcome_of(modifier)
+        fingerprint = (*fingerprint, says) if isinstance(outcome, str) else (kind, captures, says)
+    chosen = _free_name(wanted_name, fingerprint)
+    modifier = replace(modifier, name=chosen)
     REGISTERED[chosen], _FINGERPRINTS[chosen] = modifier, fingerprint
+    if outcome is not None:
+        OUTCOMES.setdefault(chosen, outcome)
     return modifier
 
 
@@ -113,7 +133,13 @@ def score_mod(function: Callable[..., Any]) -> Modifier:
     Tensors that the function reads from its closure or from globals become arguments of the kernel: float32, int32,
     int64 or bool, contiguous, of 1 to 3 dimensions. Their contents may change between calls; that a name is bound to
     another tensor later is not seen. An index outside of such a tensor reads its nearest element. Python numbers are
-    constants, as they were at registration. In a kernel integers have 32 bits and scores are float32.
+    constants, as they were at registration, defaults of parameters too. In a kernel integers have 32 bits and scores
+    are float32.
+
+    A function that reads anything else (an item of a dict, an attribute of an object, a class or a module) is traced
+    when it is registered, and its kernels compute with what was read then; the reference and the dense path raise
+    ValueError once that has changed. Registered again it gets a name of its own. Register outside of functions that
+    torch compiles: torch cannot trace the registering itself.
 
     Raises TypeError or ValueError for another number of parameters and for a captured tensor that no kernel takes.
     """

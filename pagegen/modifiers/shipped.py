@@ -1,4 +1,7 @@
-"""Modifiers that come with pagegen. Those made from numbers alone are found by name in every process."""
+"""Modifiers that come with pagegen. Those made from numbers alone are found by name in every process.
+
+Make them outside of functions that torch compiles, or give those the name alone.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ def find(value: str | Modifier | None, kind: str) -> Modifier | None:
     """The modifier for a name or a modifier; None for None. Raises ValueError for an unknown name or the wrong kind."""
     if value is None:
         return None
-    modifier = (REGISTERED.get(value) or _shipped(value)) if isinstance(value, str) else value
+    modifier = (REGISTERED.get(value) or _shipped(value, kind)) if isinstance(value, str) else value
     if not isinstance(modifier, Modifier):
         if isinstance(value, str) and value.split("(")[0] in _OVER_TENSORS:
             maker = f"pagegen.modifiers.{value.split('(')[0]}"
@@ -137,13 +140,27 @@ def find(value: str | Modifier | None, kind: str) -> Modifier | None:
     return modifier
 
 
-def _shipped(name: str) -> Modifier | None:
-    """The shipped modifier that has `name`, or None."""
+def find_both(score_mod: str | Modifier | None, mask_mod: str | Modifier | None) -> tuple[Modifier, ...]:
+    """The score function and then the mask function, those that there are. Raises ValueError as `find` does."""
+    if score_mod is None and mask_mod is None:  # nearly every call
+        return ()
+    found = find(score_mod, "score"), find(mask_mod, "mask")
+    return tuple(modifier for modifier in found if modifier is not None)
+
+
+def captured_tensors(score_mod: str | Modifier | None, mask_mod: str | Modifier | None) -> tuple[Tensor, ...]:
+    """The tensors that both functions were registered with, in the order in which a call hands them over."""
+    return tuple(tensor for modifier in find_both(score_mod, mask_mod) for tensor in modifier.tensors.values())
+
+
+def _shipped(name: str, kind: str) -> Modifier | None:
+    """The shipped modifier that has `name`, or None. Raises ValueError for one that its number makes impossible."""
     parts = re.fullmatch(r"(\w+)\(([\d.e+-]*)\)", name)
     if parts is None or parts[1] not in _FROM_NUMBERS:
         return None
     try:
-        modifier = _FROM_NUMBERS[parts[1]](*([ast.literal_eval(parts[2])] if parts[2] else []))
-    except (SyntaxError, TypeError, ValueError):
-        return None
+        numbers = [ast.literal_eval(parts[2])] if parts[2] else []
+        modifier = _FROM_NUMBERS[parts[1]](*numbers)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"{kind}_mod must name a modifier as its maker does, got {name!r}: {error}") from None
     return modifier if modifier.name == name else None

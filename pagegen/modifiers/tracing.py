@@ -9,10 +9,10 @@ import sympy
 from sympy.core.function import AppliedUndef
 
 from pagegen.modifiers.closures import Capture
-from pagegen.modifiers.registry import PARAMETERS, Modifier
+from pagegen.modifiers.registry import OUTCOMES, PARAMETERS, Modifier
 from pagegen.modifiers.symbolic import StandIn, Symbolic, Untraceable, Where, is_truth, lift
 
-__all__ = ["SYMBOLS", "Traced", "Untraceable", "Where", "trace"]
+__all__ = ["SYMBOLS", "Traced", "Untraceable", "trace"]
 
 # Positions of queries may be negative: a sequence may have more queries in a call than tokens in the cache.
 SYMBOLS: dict[str, sympy.Symbol] = {
@@ -29,10 +29,6 @@ _PRINTED = (
     Where, AppliedUndef, sympy.core.relational.Relational, sympy.And, sympy.Or, sympy.Not,
     sympy.logic.boolalg.BooleanAtom, sympy.core.numbers.Infinity, sympy.core.numbers.NegativeInfinity,
 )  # fmt: skip
-
-
-# By name, which says what a modifier computes: a cache of modifiers would keep their tensors alive.
-_TRACED: dict[str, Traced] = {}
 
 
 @dataclass(frozen=True)
@@ -59,21 +55,42 @@ def trace(modifier: Modifier) -> Traced:
     conversions to float32, int32, int64 and bool, and captured tensors indexed by integers. // and % are Python's.
     Raises `Untraceable` for all else, naming it; such a modifier is served densely.
     """
-    traced = _TRACED.get(modifier.name)
-    if traced is None:
-        traced = _TRACED[modifier.name] = _trace(modifier)
-    return traced
+    outcome = OUTCOMES.get(modifier.name)
+    if outcome is None:
+        outcome = OUTCOMES[modifier.name] = _trace(modifier)
+    if isinstance(outcome, Traced):
+        return outcome
+    raise Untraceable(f"{modifier.kind}_mod {modifier.name} cannot be traced: {outcome}")
 
 
-def _trace(modifier: Modifier) -> Traced:
+def outcome_of(modifier: Modifier) -> tuple[Traced | str, str]:
+    """What tracing the modifier gives now, an expression or why there is none, and that as a text to compare."""
+    outcome = _trace(modifier)
+    return outcome, outcome if isinstance(outcome, str) else sympy.srepr(outcome.expression)
+
+
+def check_unchanged(modifier: Modifier) -> None:
+    """Raises ValueError where the modifier's kernels compute something else than the function does now."""
+    known = OUTCOMES.get(modifier.name)
+    if not isinstance(known, Traced):  # no kernel
+        return
+    outcome, says = outcome_of(modifier)
+    if isinstance(outcome, str) or says != sympy.srepr(known.expression):
+        now = outcome if isinstance(outcome, str) else outcome.expression
+        raise ValueError(
+            f"{modifier.kind}_mod {modifier.name} must compute what it did when it was registered, {known.expression}, "
+            f"got {now}: an object that it reads has changed, so register it again"
+        )
+
+
+def _trace(modifier: Modifier) -> Traced | str:
     try:
         result = modifier.bound([StandIn(capture) for capture in modifier.captures])(
             *(Symbolic(SYMBOLS[name]) for name in PARAMETERS[modifier.kind])
         )
         expression = _checked(modifier.kind, lift(result))
     except Exception as error:  # whatever the user's function raises on a symbolic value
-        detail = str(error) if isinstance(error, Untraceable) else f"{type(error).__name__}: {error}"
-        raise Untraceable(f"{modifier.kind}_mod {modifier.name} cannot be traced: {detail}") from error
+        return str(error) if isinstance(error, Untraceable) else f"{type(error).__name__}: {error}"
     return Traced(modifier.kind, expression, modifier.captures)
 
 

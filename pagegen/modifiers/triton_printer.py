@@ -20,6 +20,7 @@ class TritonPrinter(Printer):
         sympy.cos: "tl.cos", sympy.erf: "tl.erf", sympy.tanh: "tanh", sympy.Abs: "tl.abs",
     }  # fmt: skip
     infinity = 'float("inf")'
+    division = "//"
 
     def literal(self, value: float) -> str:
         return repr(value)
@@ -71,8 +72,4 @@ def print_triton(expression: Traced | Any, kind: str | None = None) -> str:
     arguments {kind}_NAME_ptr and {kind}_NAME_size_0 ... in scope. A condition may be the literal True or False, and
     what depends on fewer than all positions has fewer dimensions: broadcast it.
     """
-    if isinstance(expression, Traced):
-        expression, kind = expression.expression, expression.kind
-    if kind not in ("score", "mask"):
-        raise ValueError(f'kind must be "score" or "mask", got {kind!r}')
-    return TritonPrinter(kind).print(expression).text
+    return TritonPrinter.source(expression, kind)

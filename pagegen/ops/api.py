@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagegen import modifiers
 from pagegen.ops import cache_checks, checks
-from pagegen.spec import Variant, dtype_name, parse_dtype
+from pagegen.spec import Variant, check, dtype_name, parse_dtype
 
 
 def paged_attention(
@@ -73,8 +73,8 @@ def paged_attention(
         "logit_softcap": logit_softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
-        "k_scale": _scale(k_scale, q),
-        "v_scale": _scale(v_scale, q),
+        "k_scale": _scale("k_scale", k_scale, q),
+        "v_scale": _scale("v_scale", v_scale, q),
         "k_zero": k_zero,
         "v_zero": v_zero,
         "tree_mask": tree_mask,
@@ -90,10 +90,12 @@ def paged_attention(
     if score_mod is not None or mask_mod is not None:
         options.update(_modifiers(score_mod, mask_mod))
     if out is None:
-        result, lse = torch.ops.pagegen.paged_attention(q, k_cache, v_cache, block_table, seq_lens, **options)
+        operator = torch.ops.pagegen.paged_attention.default
+        result, lse = _call(operator, q, k_cache, v_cache, block_table, seq_lens, **options)
     else:
         result = out
-        lse = torch.ops.pagegen.paged_attention.out(q, k_cache, v_cache, block_table, seq_lens, out=out, **options)
+        operator = torch.ops.pagegen.paged_attention.out
+        lse = _call(operator, q, k_cache, v_cache, block_table, seq_lens, out=out, **options)
     return (result, lse) if return_lse else result
 
 
@@ -123,9 +125,10 @@ def write_kv(
 
     One kernel launch, or one C++ call. A scale given as a float, or for only one of K and V, becomes a tensor first:
     on a GPU one small fill more. Raises TypeError or ValueError naming the argument."""
-    torch.ops.pagegen.write_kv(
+    _call(
+        torch.ops.pagegen.write_kv.default,
         k, v, k_cache, v_cache, slot_mapping,
-        k_scale=_scale(k_scale, k), v_scale=_scale(v_scale, k), k_zero=k_zero, v_zero=v_zero,
+        k_scale=_scale("k_scale", k_scale, k), v_scale=_scale("v_scale", v_scale, k), k_zero=k_zero, v_zero=v_zero,
         kv_dtype=_dtype_name(kv_dtype),
     )  # fmt: skip
 
@@ -158,9 +161,10 @@ def rope_write_kv(
     where a block lies changes no rotation; one outside cos and sin gives an undefined rotation (but reads nothing
     outside them), and raises ValueError when PAGEGEN_CHECK=1.
     """
-    rotated: Tensor = torch.ops.pagegen.rope_write_kv(
+    rotated: Tensor = _call(
+        torch.ops.pagegen.rope_write_kv.default,
         q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, interleaved=interleaved,
-        k_scale=_scale(k_scale, k), v_scale=_scale(v_scale, k), k_zero=k_zero, v_zero=v_zero,
+        k_scale=_scale("k_scale", k_scale, k), v_scale=_scale("v_scale", v_scale, k), k_zero=k_zero, v_zero=v_zero,
         kv_dtype=_dtype_name(kv_dtype),
     )  # fmt: skip
     return rotated
@@ -186,9 +190,9 @@ def update_scales(
     get scale 1; NaN and infinities are ignored. Give rows as they are stored:
     a rotation can raise a magnitude by sqrt(2), which scales of the rows before it would saturate. Raises TypeError
     or ValueError naming the argument."""
-    torch.ops.pagegen.update_scales(
-        k, v, slot_mapping, k_scale, v_scale, k_zero=k_zero, v_zero=v_zero, kv_dtype=_dtype_name(kv_dtype)
-    )
+    operator = torch.ops.pagegen.update_scales.default
+    named = _dtype_name(kv_dtype)
+    _call(operator, k, v, slot_mapping, k_scale, v_scale, k_zero=k_zero, v_zero=v_zero, kv_dtype=named)
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor | Sequence[tuple[int, int]]) -> None:
@@ -201,14 +205,15 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor | Sequenc
     if not isinstance(pairs, Tensor):
         listed = cache_checks.block_pairs(pairs, k_cache.shape[0])
         pairs = torch.tensor(listed, dtype=torch.int64, device=k_cache.device).reshape(-1, 2)
-    torch.ops.pagegen.copy_blocks(k_cache, v_cache, pairs)
+    _call(torch.ops.pagegen.copy_blocks.default, k_cache, v_cache, pairs)
 
 
 def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merges partial attention states of the same queries over disjoint keys: outs [num_states, total_q, Hq, Dv]
     and natural-log lses float32 [num_states, total_q, Hq] (or sequences of such states). Associative to
-    rounding; an empty state (0, -inf) changes nothing, and merging only empty ones gives an empty one."""
-    merged, lse = torch.ops.pagegen.merge_states(_states("outs", outs), _states("lses", lses))
+    rounding; an empty state (0, -inf) changes nothing, and merging only empty ones gives an empty one. An infinite lse
+    outweighs all finite ones; several infinite ones give their outputs' mean."""
+    merged, lse = _call(torch.ops.pagegen.merge_states.default, _states("outs", outs), _states("lses", lses))
     return merged, lse
 
 
@@ -222,10 +227,22 @@ def _states(name: str, value: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.stack(states)
 
 
-def _scale(value: Tensor | float | None, like: Tensor) -> Tensor | None:
+def _call(operator: Any, *operands: Any, **options: Any) -> Any:
+    """The operator's result. Where torch refuses a value's type, whose message may name no argument, raises TypeError
+    naming it."""
+    try:
+        return operator(*operands, **options)
+    except RuntimeError:
+        checks.operand_types(operator._schema, operands, options)
+        raise
+
+
+def _scale(name: str, value: Tensor | float | None, like: Tensor) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return value
-    return torch.full((), float(value), dtype=torch.float32, device=like.device)
+    if not torch.compiler.is_compiling():
+        check.number(name, value)
+    return torch.full((), float(value), dtype=torch.float32, device=getattr(like, "device", None))
 
 
 def _dtype_name(value: torch.dtype | str | None) -> str | None:
@@ -233,11 +250,6 @@ def _dtype_name(value: torch.dtype | str | None) -> str | None:
 
 
 def _modifiers(score_mod: modifiers.Modifier | str | None, mask_mod: modifiers.Modifier | str | None) -> dict[str, Any]:
-    """The modifiers as the operator takes them: their names, and the tensors that they captured."""
-    score, mask = modifiers.find(score_mod, "score"), modifiers.find(mask_mod, "mask")
-    captures = [tensor for modifier in (score, mask) if modifier is not None for tensor in modifier.tensors.values()]
-    return {
-        "score_mod": None if score is None else score.name,
-        "mask_mod": None if mask is None else mask.name,
-        "captures": captures or None,
-    }
+    """The modifiers that there are, as the operator takes them: by name, and the tensors that they captured."""
+    names = {f"{modifier.kind}_mod": modifier.name for modifier in modifiers.find_both(score_mod, mask_mod)}
+    return {**names, "captures": list(modifiers.captured_tensors(score_mod, mask_mod)) or None}

@@ -18,7 +18,6 @@ from pagegen.targets.call import AttentionCall, AttentionKernel
 # What a call looks like to the host -> its plan. A tuple of integers and strings costs 1 us to hash where a
 # validated AttentionSpec costs 20 us to build.
 PLANS: dict[tuple[Any, ...], plans.Plan] = {}
-SCALES = ("k_scale", "v_scale", "k_zero", "v_zero")
 
 
 def paged_attention(
@@ -40,14 +39,11 @@ def paged_attention(
     if out is None:
         out = _allocate(q, width, zero=ragged)
     else:
-        checks.tensor("out", out, "[total_q, num_q_heads, v_head_dim]", (q.dtype,), q.device)
-        checks.sizes("out", out, (*q.shape[:2], width), "[total_q, num_q_heads, v_head_dim]")
-        checks.own_memory("out", out, q)
+        checks.output(out, q, width, k_cache, v_cache)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32) if return_lse else q.new_empty(0, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    modifiers = operands.modifiers(options.get("score_mod"), options.get("mask_mod"))
-    options["captures"] = captures = operands.captures(modifiers, options.get("captures"), q)
+    options["captures"] = captures = operands.captures(q, options)
     plan = _plan(q, k_cache, v_cache, width, options)
     max_query_len, max_seq_len = _bounds(q, k_cache, block_table, options)
     kernel = _kernel(plan, len(seq_lens), max_query_len, max_seq_len, options.get("variant"))
@@ -74,7 +70,7 @@ def paged_attention(
             lse=lse if return_lse else None,
             tree_mask=options.get("tree_mask"),
             captures=captures,
-            **operands.scales(k_cache, plan.spec, options),
+            **operands.scales(k_cache, options, shared_kv=plan.spec.shared_kv),
         )
     )
     return out, lse
@@ -96,14 +92,13 @@ def _check(
     q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, **options: Any
 ) -> None:
     named = ("query_start_loc", "max_query_len", "max_seq_len", "window", "logit_softcap", "kv_dtype", "v_head_dim")
-    checks.attention(q, k_cache, v_cache, block_table, seq_lens, *(options.get(name) for name in named))
+    checks.attention(q, k_cache, v_cache, block_table, seq_lens, **{name: options.get(name) for name in named})
     for name in ("alibi_slopes", "sinks"):
         checks.per_head(name, options.get(name), q.shape[1], q.device)
-    for name in SCALES:
-        if options.get(name) is not None:
-            checks.scale(name, options[name], k_cache, v_cache, options.get("kv_dtype"))
+    checks.scales(k_cache, v_cache, options.get("kv_dtype"), options)
     tree_mask = options.get("tree_mask")
-    checks.tree_mask(tree_mask, q)
+    ragged = options.get("query_start_loc") is not None
+    checks.tree_mask(tree_mask, q, options.get("max_query_len"), ragged=ragged)
     if settings.check_values():
         bounds = {name: options.get(name) for name in ("query_start_loc", "max_query_len", "max_seq_len")}
         checks.validate_batch(k_cache, block_table, seq_lens, total_q=q.shape[0], tree_mask=tree_mask, **bounds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,10 +10,21 @@ import torch
 from torch import Tensor
 
 from pagegen import settings
-from pagegen.ops.checks import EIGHT_BIT, FLOATS, STORED, caches, can_hold, describe, scale, sizes, slots, tensor
-from pagegen.spec.dtypes import INT4, dtype_name, parse_dtype
+from pagegen.ops.checks import (
+    EIGHT_BIT,
+    FLOATS,
+    STORED,
+    caches,
+    describe,
+    held,
+    own_memory,
+    sizes,
+    slots,
+    tensor,
+)
+from pagegen.ops.memory import share_elements
+from pagegen.spec.dtypes import INT4, INTEGER_RANGES, dtype_name, parse_dtype
 
-INTEGERS = (torch.int8, INT4)
 QUANTISED = (*EIGHT_BIT, INT4)
 
 
@@ -34,18 +44,6 @@ def write(
     return stored
 
 
-def held(name: str, cache: Tensor, kv_dtype: str | None) -> torch.dtype:
-    """What a cache holds: `kv_dtype`, or its own dtype where none is named."""
-    if kv_dtype is None:
-        if cache.dtype == torch.uint8:
-            raise ValueError(f"kv_dtype must say what a uint8 {name} holds, got None")
-        return cache.dtype
-    meant = parse_dtype(kv_dtype, "kv_dtype")
-    if not can_hold(cache.dtype, meant):
-        raise ValueError(f"kv_dtype must be a dtype that {name} can hold, got {kv_dtype} for {describe(cache)}")
-    return meant
-
-
 def _rows_fit(name: str, rows: Tensor, num_tokens: int, cache: Tensor, stored: torch.dtype) -> None:
     """Rows must have the cache's heads and columns; of int4, two columns a byte."""
     columns = cache.shape[3] * (2 if stored == INT4 else 1)
@@ -58,33 +56,14 @@ def _rows_fit(name: str, rows: Tensor, num_tokens: int, cache: Tensor, stored: t
 def _written_caches(k_cache: Tensor, v_cache: Tensor | None, device: torch.device) -> None:
     """Caches that are written: no two elements may share memory."""
     caches(k_cache, v_cache, STORED, device)
-    apart("k_cache", k_cache)
+    own_memory("k_cache", k_cache)
     if v_cache is not None:
-        apart("v_cache", v_cache)
-        if v_cache.numel() and v_cache.data_ptr() == k_cache.data_ptr():
+        own_memory("v_cache", v_cache)
+        same = v_cache.numel() and v_cache.data_ptr() == k_cache.data_ptr()
+        if same or share_elements(k_cache, v_cache):
             raise ValueError(
                 "v_cache must have memory of its own, got k_cache's (None says that V is the first columns of K)"
             )
-
-
-def apart(name: str, value: Tensor) -> None:
-    """No two elements of `value`, which is written, may share memory."""
-    if _overlaps(tuple(value.shape), value.stride()):
-        raise ValueError(
-            f"{name} must have memory of its own for every element, got strides {value.stride()} "
-            f"for {describe(value)}, which overlap"
-        )
-
-
-@functools.lru_cache(maxsize=256)
-def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements share memory, for views that slicing and permuting a dense tensor can make."""
-    last = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
-        if stride <= last:
-            return 0 not in shape
-        last += (size - 1) * stride
-    return False
 
 
 def _together(name: str, value: Any, partner: str, other: Any) -> None:
@@ -100,18 +79,9 @@ def _slot_mapping(slot_mapping: Tensor, k: Tensor, cache: Tensor) -> None:
         slots(slot_mapping, cache)
 
 
-def quantisation(
-    k_cache: Tensor, v_cache: Tensor | None, kv_dtype: str | None, given: dict[str, Tensor | None]
-) -> None:
-    """Scales and zero points by name ("k_scale", "v_scale", "k_zero", "v_zero")."""
-    for name, value in given.items():
-        if value is not None:
-            scale(name, value, k_cache, v_cache, kv_dtype)
-
-
 def _integer_cache(name: str, value: Tensor, stored: torch.dtype) -> None:
-    if stored not in INTEGERS:
-        kinds = " or ".join(map(dtype_name, INTEGERS))
+    if stored not in INTEGER_RANGES:
+        kinds = " or ".join(map(dtype_name, INTEGER_RANGES))
         raise ValueError(f"{name} must be None for a cache that is not {kinds}, got {describe(value)}")
 
 
@@ -143,7 +113,7 @@ def scale_update(
             continue
         tensor(name, value, shape, (torch.float32,), k.device)
         sizes(name, value, (*k_scale.shape[:2], k.shape[1]), shape)
-        apart(name, value)
+        own_memory(name, value)
         if name.endswith("zero"):
             _integer_cache(name, value, stored)
     _slot_mapping(slot_mapping, k, k_scale)

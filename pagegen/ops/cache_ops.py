@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagegen.ops import cache_checks, checks, plans
+from pagegen.ops import cache_checks, checks, operands, plans
 from pagegen.ops.schemas import LIBRARY
-from pagegen.spec.dtypes import INT4
+from pagegen.spec.dtypes import INTEGER_RANGES
 from pagegen.targets.cache_call import Rotation, WriteCall
 
-# The integers that a quantised cache can hold.
-_INTEGERS = {torch.int8: (-128, 127), INT4: (-8, 7)}
 # A zero point beyond 2^16 levels would itself be rounded by more than 1/256 of a level in float32.
 _FARTHEST_ZERO = 2.0**16
 
@@ -33,9 +31,8 @@ def write_kv(
 ) -> None:
     """`torch.ops.pagegen.write_kv`; see `pagegen.write_kv`."""
     stored = cache_checks.write(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
-    call = WriteCall(k, v, k_cache, v_cache, slot_mapping, stored)
-    _quantise(call, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
-    _write(call)
+    scales = _scales(k_cache, v_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
+    _write(WriteCall(k, v, k_cache, v_cache, slot_mapping, stored, rotation=None, **scales))
 
 
 def rope_write_kv(
@@ -59,33 +56,19 @@ def rope_write_kv(
     """`torch.ops.pagegen.rope_write_kv`; see `pagegen.rope_write_kv`."""
     stored = cache_checks.write(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
     cache_checks.rope(q, k, positions, cos, sin)
+    scales = _scales(k_cache, v_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
     rotated = q.new_empty(q.shape)
     rotation = Rotation(q, rotated, positions, cos, sin, interleaved)
-    call = WriteCall(k, v, k_cache, v_cache, slot_mapping, stored, rotation=rotation)
-    _quantise(call, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
-    _write(call)
+    _write(WriteCall(k, v, k_cache, v_cache, slot_mapping, stored, **scales, rotation=rotation))
     return rotated
 
 
-def _quantise(call: WriteCall, kv_dtype: str | None, **given: Tensor | None) -> None:
-    """Checks scales and zero points by name and puts them into the call."""
-    cache_checks.quantisation(call.k_cache, call.v_cache, kv_dtype, given)
-    call.k_scale, call.v_scale = _pair(given["k_scale"], given["v_scale"], 1.0, call)
-    call.k_zero, call.v_zero = _pair(given["k_zero"], given["v_zero"], 0.0, call)
-
-
-def _pair(
-    for_k: Tensor | None, for_v: Tensor | None, neutral: float, call: WriteCall
-) -> tuple[Tensor | None, Tensor | None]:
-    """K's and V's as float32 [num_blocks, block_size, Hkv]; where only one is given, the other one is `neutral`."""
-    if for_k is None and for_v is None:
-        return None, None
-    pair = []
-    for value, rows in ((for_k, call.k), (for_v, call.v)):
-        if value is None and rows is not None:
-            value = torch.full((), neutral, dtype=torch.float32, device=rows.device)
-        pair.append(None if value is None else value.to(torch.float32).expand(call.k_cache.shape[:3]))
-    return pair[0], pair[1]
+def _scales(
+    k_cache: Tensor, v_cache: Tensor | None, kv_dtype: str | None, **given: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Scales and zero points by name, checked, as a `WriteCall` has them."""
+    checks.scales(k_cache, v_cache, kv_dtype, given)
+    return operands.scales(k_cache, given, shared_kv=v_cache is None)
 
 
 def _write(call: WriteCall) -> None:
@@ -123,14 +106,14 @@ def update_scales(
 
 def _symmetric(rows: Tensor, stored: torch.dtype) -> Tensor:
     """Scales [num_tokens, Hkv] that map each row's largest magnitude to the largest value of `stored`."""
-    top = _INTEGERS[stored][1] if stored in _INTEGERS else torch.finfo(stored).max
+    top = INTEGER_RANGES[stored][1] if stored in INTEGER_RANGES else torch.finfo(stored).max
     values = rows.float()
     return _usable(values.abs().masked_fill(~values.isfinite(), 0.0).amax(dim=-1) / top)
 
 
 def _asymmetric(rows: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scales and zero points [num_tokens, Hkv] that map each row's least and largest value to the ends of `stored`."""
-    first, last = _INTEGERS[stored]
+    first, last = INTEGER_RANGES[stored]
     values = rows.float()
     ignored = ~values.isfinite()
     low, high = (
@@ -178,7 +161,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"outs must hold at least one state, got {checks.describe(outs)}")
     top = lses.amax(dim=0)
     # an empty state has lse -inf: weigh it 0 without ever computing -inf - -inf
-    weights = torch.exp(lses - top.masked_fill(top == -torch.inf, 0.0))
+    behind = lses - top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(behind.masked_fill(lses == torch.inf, 0.0))  # nor inf - inf: these outweigh all others
     total = weights.sum(dim=0)
     shares = weights / total.masked_fill(total == 0, 1.0)
     merged = (outs.float().masked_fill((weights == 0)[..., None], 0.0) * shares[..., None]).sum(dim=0)

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from pagegen import modifiers
 from pagegen.ops.api import paged_attention
-from pagegen.ops.cascade_plan import Cascade, PrefixGroups, plan_cascade
+from pagegen.ops.cascade_plan import Cascade, plan_cascade
 from pagegen.spec import Variant
-from pagegen.spec.shared_prefix import flat_reason
-
-__all__ = ["Cascade", "PrefixGroups", "cascade_attention", "plan_cascade"]
+from pagegen.spec.shared_prefix import PrefixGroups, flat_reason
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +90,7 @@ def cascade_attention(
         _announce_flat(reason)
     if prefix_groups and reason is None:
         counts = _counts(query_start_loc)
-        cascade = plan_cascade(
-            prefix_groups, block_table, seq_lens, block_size=k_cache.shape[1], query_lens=counts
-        )  # fmt: skip
+        cascade = plan_cascade(prefix_groups, block_table, seq_lens, block_size=k_cache.shape[1], query_lens=counts)
     if cascade is None or reason is not None:
         return paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, max_seq_len=max_seq_len, return_lse=return_lse, **own
@@ -154,7 +150,7 @@ def _merge(cascade: Cascade, prefix: tuple[Tensor, Tensor], own: tuple[Tensor, T
     else:
         out, own_lse = (state.index_select(0, cascade.rows) for state in own)
     lse = torch.logaddexp(prefix[1], own_lse)
-    share = torch.exp(prefix[1] - lse).nan_to_num(0.0)  # two empty states: -inf - -inf
+    share = torch.sigmoid(prefix[1] - own_lse).nan_to_num(0.5)  # both states are empty, or both are infinite
     merged = torch.lerp(out.float(), prefix[0].float(), share[..., None])
     for state, rows in zip(own, (merged, lse), strict=True):
         if first is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,8 @@ from torch import Tensor
 from pagegen import settings
 from pagegen.ops import checks
 from pagegen.spec import check
+from pagegen.spec.shared_prefix import PrefixGroups
 
-# (num_shared_blocks, rows): the sequences `rows` have their first `num_shared_blocks` blocks in common.
-PrefixGroups: TypeAlias = Sequence[tuple[int, Sequence[int]]]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -170,10 +169,17 @@ def _query_lens(query_lens: Sequence[int] | None, num_seqs: int) -> Ints:
     return counts
 
 
+def _pairs(prefix_groups: Any) -> list[tuple[Any, Any]]:
+    try:
+        return [(blocks, rows) for blocks, rows in prefix_groups]
+    except (TypeError, ValueError):
+        raise TypeError(f"prefix_groups must hold (num_shared_blocks, rows) pairs, got {prefix_groups!r}") from None
+
+
 def _groups(prefix_groups: PrefixGroups, num_seqs: int, max_blocks: int) -> list[tuple[int, Ints]]:
     """The groups with their rows in order. Raises ValueError for rows that are not there or stand in two groups."""
     found, seen = [], set()
-    for blocks, rows in prefix_groups:
+    for blocks, rows in _pairs(prefix_groups):
         check.integer("prefix_groups", blocks)
         if blocks > max_blocks:
             raise ValueError(f"prefix_groups must share at most max_blocks {max_blocks} blocks, got {blocks}")

@@ -5,18 +5,21 @@ Checks of values on the device (block ids, lengths) cost a synchronisation: `val
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pagegen.ops import memory
 from pagegen.reference import value_width
-from pagegen.spec.dtypes import INT4, QUERY_DTYPES, parse_dtype
+from pagegen.spec.dtypes import FLOAT8_DTYPES, INT4, INTEGER_RANGES, QUERY_DTYPES, parse_dtype
 
 FLOATS = QUERY_DTYPES
-EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+EIGHT_BIT = (*FLOAT8_DTYPES, torch.int8)
 BYTES = (torch.int8, torch.uint8)
-STORED = (*FLOATS, *EIGHT_BIT, torch.uint8)  # uint8: fp8 or packed int4 by `kv_dtype`
+SCALES = ("k_scale", "v_scale", "k_zero", "v_zero")
+STORED = (*FLOATS, *EIGHT_BIT, torch.uint8)  # uint8: float8, int8 or packed int4 by `kv_dtype`
 
 
 def describe(value: Any) -> str:
@@ -48,16 +51,38 @@ def sizes(name: str, value: Tensor, expected: tuple[int | None, ...], shape: str
         raise ValueError(f"{name} must be {shape} = {wanted}, got {describe(value)}")
 
 
-def own_memory(name: str, value: Tensor, q: Tensor) -> None:
-    """`value`, which is written, must have memory of its own for every element, and not q's."""
-    if value.numel() and (value.data_ptr() == q.data_ptr() or any(map(_repeats, value.shape, value.stride()))):
+def own_memory(name: str, value: Tensor) -> None:
+    """No two elements of `value`, which is written, may share memory."""
+    if _overlaps(tuple(value.shape), value.stride()):
         raise ValueError(
-            f"{name} must have memory of its own, got q's or strides {value.stride()} that repeat elements"
+            f"{name} must have memory of its own for every element, got strides {value.stride()} "
+            f"for {describe(value)}, which overlap"
         )
 
 
-def _repeats(size: int, stride: int) -> bool:
-    return size > 1 and stride == 0
+@functools.lru_cache(maxsize=256)
+def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements share memory, for views that slicing and permuting a dense tensor can make."""
+    last = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride <= last:
+            return 0 not in shape
+        last += (size - 1) * stride
+    return False
+
+
+def output(out: Tensor, q: Tensor, width: int, k_cache: Tensor, v_cache: Tensor | None) -> None:
+    """The tensor that a call's result of `width` columns a head is to be written to: nothing that is read lies in it.
+    Of the operands only the large ones are looked at."""
+    shape = "[total_q, num_q_heads, v_head_dim]"
+    tensor("out", out, shape, (q.dtype,), q.device)
+    sizes("out", out, (*q.shape[:2], width), shape)
+    own_memory("out", out)
+    for name, read in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if read is not None and memory.ranges_meet(out, read):
+            if out.stride() == read.stride() and not memory.share_elements(out, read):
+                continue  # q and out side by side in one buffer
+            raise ValueError(f"out must have memory of its own, got memory between the first and last byte of {name}")
 
 
 def caches(k_cache: Tensor, v_cache: Tensor | None, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -82,7 +107,44 @@ def tables(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor | None
         sizes("query_start_loc", query_start_loc, (num_seqs + 1,), "[num_seqs + 1]")
 
 
-def can_hold(stored: torch.dtype, meant: torch.dtype) -> bool:
+# What an operator's schema calls a type -> what it takes and how errors call that.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "Tensor": ((Tensor,), "a tensor"),
+    "int": ((int, torch.SymInt), "an integer"),
+    "float": ((int, float, torch.SymInt, torch.SymFloat), "a number"),
+    "bool": ((bool,), "True or False"),
+    "str": ((str,), "a string"),
+}
+
+
+def operand_types(schema: torch.FunctionSchema, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raises TypeError naming the first argument of an operator whose type is not that of its schema."""
+    given = {**{argument.name: value for argument, value in zip(schema.arguments, operands, strict=False)}, **options}
+    for argument in schema.arguments:
+        declared = str(argument.type)
+        optional = declared.startswith("Optional[")
+        kind = declared.removeprefix("Optional[").removesuffix("]") if optional else declared
+        value = given.get(argument.name)
+        if kind not in _KINDS or argument.name not in given or (optional and value is None):
+            continue
+        kinds, called = _KINDS[kind]
+        if not isinstance(value, kinds):
+            raise TypeError(f"{argument.name} must be {called}{' or None' if optional else ''}, got {describe(value)}")
+
+
+def held(name: str, cache: Tensor, kv_dtype: str | None) -> torch.dtype:
+    """What a cache holds: `kv_dtype`, or its own dtype where none is named."""
+    if kv_dtype is None:
+        if cache.dtype == torch.uint8:
+            raise ValueError(f"kv_dtype must say what a uint8 {name} holds, got None")
+        return cache.dtype
+    meant = parse_dtype(kv_dtype, "kv_dtype")
+    if not _can_hold(cache.dtype, meant):
+        raise ValueError(f"kv_dtype must be a dtype that {name} can hold, got {kv_dtype} for {describe(cache)}")
+    return meant
+
+
+def _can_hold(stored: torch.dtype, meant: torch.dtype) -> bool:
     """Whether a tensor of dtype `stored` can be storage for values of dtype `meant`."""
     return stored == meant or (stored == torch.uint8 and meant in EIGHT_BIT) or (stored in BYTES and meant == INT4)
 
@@ -105,25 +167,22 @@ def attention(
     tensor("q", q, "[total_q, num_q_heads, head_dim]", FLOATS, None)
     device = q.device
     caches(k_cache, v_cache, STORED, device)
-    if kv_dtype is not None and not can_hold(k_cache.dtype, parse_dtype(kv_dtype, "kv_dtype")):
-        raise ValueError(f"kv_dtype must be a dtype that k_cache can hold, got {kv_dtype} for {describe(k_cache)}")
-    if kv_dtype == "int4" and (q.shape[2] % 2 or (v_cache is None and (v_head_dim or 0) % 2)):
+    packed = held("k_cache", k_cache, kv_dtype) == INT4
+    if packed and (q.shape[2] % 2 or (v_cache is None and (v_head_dim or 0) % 2)):
         raise ValueError(
             f"q must have an even head_dim, and v_head_dim be even, for an int4 cache (two values a byte), "
             f"got {q.shape[2]} and {v_head_dim}"
         )
-    width = q.shape[2] // 2 if kv_dtype == "int4" else q.shape[2]
+    width = q.shape[2] // 2 if packed else q.shape[2]
     if k_cache.shape[3] != width:
         raise ValueError(f"k_cache must have head_dim {width} like q, got {describe(k_cache)} for q {describe(q)}")
-    if k_cache.dtype == torch.uint8 and kv_dtype is None:
-        raise ValueError("kv_dtype must say what a uint8 cache holds, got None")
     if k_cache.shape[2] < 1 or q.shape[1] % k_cache.shape[2]:
         raise ValueError(f"q must have a multiple of num_kv_heads {k_cache.shape[2]} heads, got {q.shape[1]}")
     if v_cache is None and (v_head_dim is None or not 1 <= v_head_dim <= q.shape[2]):
         raise ValueError(f"v_head_dim must be in 1..{q.shape[2]} when v_cache is None, got {v_head_dim}")
-    held = value_width(v_cache, v_head_dim, kv_dtype)
-    if v_head_dim is not None and v_head_dim != held:
-        raise ValueError(f"v_head_dim must be {held} like v_cache, got {v_head_dim}")
+    columns = value_width(v_cache, v_head_dim, kv_dtype)
+    if v_head_dim is not None and v_head_dim != columns:
+        raise ValueError(f"v_head_dim must be {columns} like v_cache, got {v_head_dim}")
     tables(block_table, seq_lens, query_start_loc, device)
     num_seqs = seq_lens.shape[0]
     if query_start_loc is None and (q.shape[0] != num_seqs or (max_query_len or 1) != 1):
@@ -147,6 +206,13 @@ def per_head(name: str, value: Tensor | None, num_q_heads: int, device: torch.de
         sizes(name, value, (num_q_heads,), "[num_q_heads]")
 
 
+def scales(k_cache: Tensor, v_cache: Tensor | None, kv_dtype: str | None, given: dict[str, Any]) -> None:
+    """The scales and zero points among the arguments `given` by name."""
+    for name in SCALES:
+        if given.get(name) is not None:
+            scale(name, given[name], k_cache, v_cache, kv_dtype)
+
+
 def scale(name: str, value: Tensor, k_cache: Tensor, v_cache: Tensor | None, kv_dtype: str | None) -> None:
     """A cache's scale or, of an integer cache, zero point: one number, one a KV head, or one a token and head."""
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
@@ -162,16 +228,19 @@ def scale(name: str, value: Tensor, k_cache: Tensor, v_cache: Tensor | None, kv_
         raise ValueError(f"{name} must be on {k_cache.device}, got {value.device}")
     if v_cache is None and name.startswith("v_"):
         raise ValueError(f"{name} must be None where v_cache is None (V is part of K), got {describe(value)}")
-    held = k_cache.dtype if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
-    if name.endswith("_zero") and held not in (torch.int8, INT4):
+    if name.endswith("_zero") and held("k_cache", k_cache, kv_dtype) not in INTEGER_RANGES:
         raise ValueError(f"{name} must be None unless the cache holds int8 or int4, got {describe(value)}")
 
 
-def tree_mask(value: Tensor | None, q: Tensor) -> None:
-    """An optional bool mask over this step's own tokens."""
-    if value is not None:
-        tensor("tree_mask", value, "[total_q, max_query_len]", (torch.bool,), q.device)
-        sizes("tree_mask", value, (q.shape[0], None), "[total_q, max_query_len]")
+def tree_mask(value: Tensor | None, q: Tensor, max_query_len: int | None, *, ragged: bool) -> None:
+    """An optional bool mask over this step's own tokens, as wide as the host knows the longest query to be."""
+    if value is None:
+        return
+    tensor("tree_mask", value, "[total_q, max_query_len]", (torch.bool,), q.device)
+    sizes("tree_mask", value, (q.shape[0], None), "[total_q, max_query_len]")
+    least = (max_query_len or 0) if ragged else min(1, q.shape[0])
+    if value.shape[1] < least:
+        raise ValueError(f"tree_mask must have at least {least} columns (max_query_len), got {describe(value)}")
 
 
 def slots(slot_mapping: Tensor, k_cache: Tensor) -> None:

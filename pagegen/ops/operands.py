@@ -8,30 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagegen.modifiers import Capture, Modifier, find
-from pagegen.ops.checks import describe
+from pagegen.modifiers import Capture, Modifier, captured_tensors, find_both
+from pagegen.ops.checks import SCALES, describe
 from pagegen.spec import AttentionSpec
 from pagegen.spec.dtypes import INT4
-
-Modifiers = tuple[Modifier | None, Modifier | None]
-NO_MODIFIERS: Modifiers = (None, None)
+from pagegen.targets.call import values_in_keys
 
 
-def modifiers(score_mod: str | None, mask_mod: str | None) -> Modifiers:
-    """The registered modifiers. Raises ValueError for an unknown name."""
-    if score_mod is None and mask_mod is None:
-        return NO_MODIFIERS
-    return find(score_mod, "score"), find(mask_mod, "mask")
-
-
-def captures(found: Modifiers, given: Sequence[Tensor] | None, q: Tensor) -> tuple[Tensor, ...]:
-    """The captured tensors of a call, the score function's first: those `given`, or else those that the modifiers were
-    registered with. Raises ValueError for tensors that are not what the modifiers were traced with."""
-    if found is NO_MODIFIERS and not given:  # every other call
+def captures(q: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The captured tensors of a call, the score function's first: those given as `captures`, or else those that the
+    modifiers were registered with. Raises ValueError for an unknown modifier, and for tensors that are not what the
+    modifiers were traced with."""
+    score_mod, mask_mod, given = options.get("score_mod"), options.get("mask_mod"), options.get("captures")
+    found = find_both(score_mod, mask_mod)
+    if not found and not given:  # nearly every call
         return ()
-    expected = [(m, capture) for m in found if m is not None for capture in m.captures]
-    if not given:
-        given = [tensor for m in found if m is not None for tensor in m.tensors.values()]
+    expected = [(modifier, capture) for modifier in found for capture in modifier.captures]
+    given = given or captured_tensors(score_mod, mask_mod)
     if len(given) != len(expected):
         names = ", ".join(capture.name for _, capture in expected) or "none"
         raise ValueError(
@@ -59,7 +52,7 @@ def caches(k_cache: Tensor, v_cache: Tensor | None, spec: AttentionSpec) -> tupl
     """K and V with their meaning as dtype (uint8 where int4 is packed): views, never copies."""
     if v_cache is None:
         k_cache = stored(k_cache, spec)
-        return k_cache, k_cache if spec.kv_dtype == INT4 else k_cache[..., : spec.v_head_dim]
+        return k_cache, values_in_keys(k_cache, spec)
     return stored(k_cache, spec), stored(v_cache, spec)
 
 
@@ -71,30 +64,24 @@ def stored(cache: Tensor, spec: AttentionSpec) -> Tensor:
     return cache if cache.dtype == dtype else cache.view(dtype)
 
 
-def scales(k_cache: Tensor, spec: AttentionSpec, options: dict[str, Any]) -> dict[str, Tensor]:
-    """`k_scale`, `v_scale`, `k_zero` and `v_zero` as float32 [num_blocks, block_size, Hkv] views, for those that the
-    spec has: what only one of K and V was given is 1, respectively 0, for the other. A shared cache has those of K."""
-    found: dict[str, Tensor] = {}
-    if spec.kv_scale_granularity != "none":
-        found |= _pair("scale", 1.0, k_cache, spec, options)
-    if spec.kv_zero_points:
-        found |= _pair("zero", 0.0, k_cache, spec, options)
-    return found
-
-
-def _pair(
-    name: str, neutral: float, k_cache: Tensor, spec: AttentionSpec, options: dict[str, Any]
-) -> dict[str, Tensor]:
-    k, v = options.get(f"k_{name}"), options.get(f"v_{name}")
-    if spec.shared_kv:
-        v = k
-    some: Tensor = k if v is None else v  # type: ignore[assignment]  # the spec says that one is there
+def scales(k_cache: Tensor, given: dict[str, Any], *, shared_kv: bool) -> dict[str, Tensor | None]:
+    """`k_scale`, `v_scale`, `k_zero` and `v_zero` of those `given`, as float32 [num_blocks, block_size, Hkv] views:
+    what only one of K and V was given is 1, respectively 0, for the other, and V has K's where both are one cache."""
+    k_scale, v_scale, k_zero, v_zero = (given.get(name) for name in SCALES)
+    if shared_kv:
+        v_scale, v_zero = k_scale, k_zero
     shape = k_cache.shape[:3]
-    return {
-        f"{side}_{name}": _expanded(some.new_full((), neutral) if value is None else value, shape)
-        for side, value in (("k", k), ("v", v))
-    }
+    k_scale, v_scale = _expanded(k_scale, v_scale, 1.0, shape)
+    k_zero, v_zero = _expanded(k_zero, v_zero, 0.0, shape)
+    return {"k_scale": k_scale, "v_scale": v_scale, "k_zero": k_zero, "v_zero": v_zero}
 
 
-def _expanded(value: Tensor, shape: Sequence[int]) -> Tensor:
-    return value.to(torch.float32).expand(*shape)  # a number, [1], [Hkv] or the whole shape
+def _expanded(
+    k: Tensor | None, v: Tensor | None, neutral: float, shape: Sequence[int]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Both (numbers, [1], [Hkv] or of the whole `shape`) as float32 views of `shape`; None where neither is given."""
+    some = v if k is None else k
+    if some is None:
+        return None, None
+    k, v = (some.new_full((), neutral) if value is None else value for value in (k, v))
+    return k.to(torch.float32).expand(*shape), v.to(torch.float32).expand(*shape)

@@ -13,12 +13,14 @@ from torch import Tensor
 from pagegen import settings
 from pagegen.spec import AttentionSpec, CacheLayout, DispatchRule, Target, Variant, check
 from pagegen.targets.call import AttentionKernel
+from pagegen.targets.capture import refuse_in_capture
 from pagegen.targets.errors import CompileError
 
 if TYPE_CHECKING:
     from pagegen.db import Database
 
 log = logging.getLogger(__name__)
+PREPARE = "call pagegen.prepare(spec, layout)"
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Plan:
         """The kernel of `variant`, compiled when first asked for."""
         kernel = self.kernels.get(variant)
         if kernel is None:
-            refuse_in_capture(f"variant {variant.name}")
+            refuse_in_capture(f"variant {variant.name} is not prepared", PREPARE)
             from pagegen import targets
 
             kernel = targets.load_attention(self.spec, self.layout, variant, self.target)
@@ -57,17 +59,10 @@ class Plan:
         return kernel
 
 
-def refuse_in_capture(what: str) -> None:
-    """Raises RuntimeError while a CUDA graph is being captured: compiling or reading a file there would break
-    the capture, or hide seconds in it."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{what} is not prepared: call pagegen.prepare(spec, layout) before capturing a CUDA graph")
-
-
 @functools.cache
 def plan_for(spec: AttentionSpec, layout: CacheLayout, target: Target) -> Plan:
     """The plan of a spec, layout and target, made once a process from the default database."""
-    refuse_in_capture("this attention")
+    refuse_in_capture("this attention is not prepared", PREPARE)
     return make_plan(spec, layout, target, None)
 
 
@@ -135,8 +130,7 @@ def prepare(
     check.instance("layout", layout, CacheLayout)
     from pagegen import modifiers, targets
 
-    for name, kind in ((spec.score_mod, "score"), (spec.mask_mod, "mask")):
-        modifiers.find(name, kind)  # an unknown one is refused here, and not served densely ever after
+    modifiers.find_both(spec.score_mod, spec.mask_mod)  # an unknown one is refused here, not served densely ever after
     where = Target.current() if target is None else Target.parse(target)
     if where.is_gpu:
         targets.current_device(where)

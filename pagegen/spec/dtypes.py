@@ -22,6 +22,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# The integers that a quantised cache can hold.
+INTEGER_RANGES = {torch.int8: (-128, 127), INT4: (-8, 7)}
 
 
 def parse_dtype(value: str | torch.dtype, argument: str = "dtype") -> torch.dtype:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 from pagegen.spec.attention import AttentionSpec
+
+# (num_shared_blocks, rows): the sequences `rows` have their first `num_shared_blocks` blocks in common.
+PrefixGroups: TypeAlias = Sequence[tuple[int, Sequence[int]]]
 
 
 def prefix_spec(spec: AttentionSpec) -> AttentionSpec:

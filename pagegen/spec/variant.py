@@ -13,6 +13,9 @@ DOTS = ("mma", "fma")
 LOADS = ("pointer", "descriptor")
 REDUCES = ("kernel", "last")
 PREFETCHES = (0, 1, 2, 4, 8)
+# KV heads that one work item of a C++ decode kernel reads in turn where they lie side by side in a block (NHD): a
+# token's heads share lines' neighbourhoods and pages. 8 against 1 was worth 1.1x; in HND order it was worth nothing.
+HEADS_TOGETHER = 8
 
 
 def next_power_of_two(n: int) -> int:
@@ -38,6 +41,11 @@ def cheapest_walk(block_size: int, tile_kv: int) -> str:
     return "pages_in_tile" if tile_kv % block_size == 0 else "any"
 
 
+def fewest_columns(head_dim: int) -> str:
+    """The head pieces that pad a head dim least; "padded" where both pad alike."""
+    return min(HEAD_PIECES, key=lambda head_pieces: sum(pieces(head_dim, head_pieces)))
+
+
 def _power_of_two(name: str, value: Any, *, at_least: int, at_most: int) -> None:
     check.integer(name, value, at_least=at_least)
     if value & (value - 1) or value > at_most:
@@ -49,7 +57,7 @@ class Variant:
     """A point of a kernel family's search space; a concrete value is a `TritonVariant` or a `CppVariant`."""
 
     family: ClassVar[str] = ""
-    rare: ClassVar[tuple[str, ...]] = ()
+    rare: ClassVar[tuple[str, ...]] = ()  # fields that `name` shows only where they are not at their default
 
     @property
     def name(self) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, Target, TritonVariant, Variant, dtype_name
-from pagegen.spec.dtypes import INT4
+from pagegen.spec.dtypes import INT4, INTEGER_RANGES
 from pagegen.targets.cache_call import Copier, Writer
 from pagegen.targets.call import AttentionCall, AttentionKernel
 
@@ -65,15 +63,15 @@ def unsupported(spec: AttentionSpec, target: Target) -> str | None:
     reason = _untraceable(spec, target)
     if reason is not None:
         return reason
-    if spec.kv_zero_points and spec.kv_dtype not in (torch.int8, INT4):
+    if spec.kv_zero_points and spec.kv_dtype not in INTEGER_RANGES:
         return f"zero points belong to int8 and int4 caches, not {dtype_name(spec.kv_dtype)}"
+    if spec.kv_dtype == INT4 and (spec.head_dim % 2 or spec.v_head_dim % 2):
+        return f"int4 packs two values a byte: head dims must be even, not {spec.head_dim} and {spec.v_head_dim}"
     if target.kind == "cpu":
         from pagegen.targets import cpu
 
         return cpu.unsupported(spec)
-    from pagegen.codegen import triton
-
-    return triton.unsupported(spec)
+    return None
 
 
 def _untraceable(spec: AttentionSpec, target: Target) -> str | None:
@@ -83,13 +81,12 @@ def _untraceable(spec: AttentionSpec, target: Target) -> str | None:
         return None
     from pagegen import modifiers
 
-    for name, kind in ((spec.score_mod, "score"), (spec.mask_mod, "mask")):
-        try:
-            modifier = modifiers.find(name, kind)
-            if modifier is not None and modifiers.trace(modifier).indexes_by_score and target.is_gpu:
-                return f"{kind}_mod {name} indexes a captured tensor by the score"
-        except (modifiers.Untraceable, ValueError) as error:
-            return str(error)
+    try:
+        for modifier in modifiers.find_both(spec.score_mod, spec.mask_mod):
+            if modifiers.trace(modifier).indexes_by_score and target.is_gpu:
+                return f"{modifier.kind}_mod {modifier.name} indexes a captured tensor by the score"
+    except (modifiers.Untraceable, ValueError) as error:
+        return str(error)
     return None
 
 
@@ -127,13 +124,12 @@ def block_copier(target: Target) -> Copier:
     return triton_cache.copy_blocks
 
 
-@functools.cache
 def code_hash(target: Target) -> str:
     """The hash of the templates behind a target's kernels: part of every database key."""
     if target.kind == "cpu":
-        from pagegen.targets import cpu
+        from pagegen.codegen import cpp
 
-        return cpu.code_hash()
+        return cpp.template_hash()
     from pagegen.codegen import triton
 
     return triton.template_hash()
@@ -144,9 +140,9 @@ def current_device(target: Target) -> Device:
     if target.kind == "interpreter":  # what it computes on is no device: every figure is unknown
         return Device(name="Triton interpreter", target=target)
     if target.kind == "cpu":
-        from pagegen.targets import cpu
+        from pagegen.targets import cpu_device
 
-        return cpu.current_device()
+        return cpu_device.current_device()
     from pagegen.targets import gpu
 
     return gpu.current_device(target)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pagegen.spec import AttentionSpec
+from pagegen.spec.dtypes import INT4
+
 
 @dataclass(slots=True)
 class AttentionCall:
@@ -40,6 +43,11 @@ class AttentionCall:
     v_zero: Tensor | None = None
     tree_mask: Tensor | None = None
     captures: tuple[Tensor, ...] = ()
+
+
+def values_in_keys(k_cache: Tensor, spec: AttentionSpec) -> Tensor:
+    """The `v_cache` of a call whose values are columns of its keys."""
+    return k_cache if spec.kv_dtype == INT4 else k_cache[..., : spec.v_head_dim]
 
 
 AttentionKernel = Callable[[AttentionCall], None]

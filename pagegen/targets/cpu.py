@@ -10,8 +10,9 @@ import threading
 import torch
 from torch import Tensor
 
-from pagegen.codegen import cpp, cpp_modifiers
-from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device
+from pagegen.codegen import cpp, traced
+from pagegen.modifiers.closures import MAX_RANK
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant
 from pagegen.spec.dtypes import bytes_per_element
 from pagegen.targets import cpp_build
 from pagegen.targets.call import AttentionCall, AttentionKernel
@@ -19,9 +20,8 @@ from pagegen.targets.errors import CompileError
 
 # The structs of templates/call.hpp: pointers, 64-bit integers, the factors of K and V, then a double.
 _ATTENTION_ARGS = struct.Struct("@13Q16q" + "Q3q" * 4 + "d")
-_CAPTURE = struct.Struct("@Q6q")
+_CAPTURE = struct.Struct(f"@Q{2 * MAX_RANK}q")
 _NO_FACTORS = (0,) * 8
-_MAX_RANK = 3  # of a captured tensor
 
 
 class _Workspaces(threading.local):
@@ -62,7 +62,7 @@ class CpuAttention:
             spec.sinks,
             *(spec.kv_scale_granularity != "none",) * 2,
             *(spec.kv_zero_points,) * 2,
-            tuple((capture.dtype, capture.rank) for _, m in cpp_modifiers.modifiers_of(spec) for capture in m.captures),
+            tuple((capture.dtype, capture.rank) for _, capture in traced.captures(spec)),
         )
 
     def __call__(self, call: AttentionCall) -> None:
@@ -129,7 +129,7 @@ def _packed_captures(captures: tuple[Tensor, ...]) -> Tensor | None:
         return None
     packed = bytearray()
     for tensor in captures:
-        rest = (0,) * (_MAX_RANK - tensor.dim())
+        rest = (0,) * (MAX_RANK - tensor.dim())
         packed += _CAPTURE.pack(tensor.data_ptr(), *tensor.shape, *rest, *tensor.stride(), *rest)
     return torch.frombuffer(packed, dtype=torch.uint8)
 
@@ -147,12 +147,8 @@ def load_attention(
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    """Why the C++ templates do not serve `spec` here (a sentence), or None when they do."""
-    if bytes_per_element(spec.kv_dtype) < 1 and (spec.head_dim % 2 or spec.v_head_dim % 2):
-        return f"int4 packs two values a byte: head dims must be even, not {spec.head_dim} and {spec.v_head_dim}"
-    reason = cpp_modifiers.untraceable(spec)
-    if reason is not None:
-        return reason
+    """Why no C++ kernel serves `spec` here (a sentence), beyond what `pagegen.targets.unsupported` refuses on every
+    target, or None when one does."""
     if abs(spec.scale) > 1e30:
         return f"the C++ templates take a scale of at most 1e30 (float32), not {spec.scale}"
     if spec.logit_softcap is not None and not 1e-30 <= spec.logit_softcap <= 1e30:
@@ -171,18 +167,6 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -
     return CppVariant(tile_kv=64, streams=4, prefetch_tiles=ahead if decode else 1, split_tokens=2048)
 
 
-def code_hash() -> str:
-    """The hash of the templates behind the CPU kernels."""
-    return cpp.template_hash()
-
-
-def current_device() -> Device:
-    """This machine's CPU; see `cpu_device.current_device`."""
-    from pagegen.targets import cpu_device
-
-    return cpu_device.current_device()
-
-
 @functools.cache
 def _toolchain() -> tuple[ctypes.CDLL, str] | CompileError:
     """The library of cache operations and the compiler's version, or why there is none. Compiling it (once a
@@ -197,12 +181,6 @@ def _toolchain() -> tuple[ctypes.CDLL, str] | CompileError:
     library.pagegen_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     library.pagegen_read.restype = ctypes.c_int64
     return library, cpp_build.find_compiler().version
-
-
-def cache_library() -> ctypes.CDLL | None:
-    """The compiled cache operations, or None where no C++ compiler works."""
-    toolchain = _toolchain()
-    return None if isinstance(toolchain, CompileError) else toolchain[0]
 
 
 def compiler() -> str | None:

@@ -73,9 +73,9 @@ def read_bandwidth_gb_s(seconds: float = _PROBE_SECONDS) -> float:
     """
     from pagegen.targets import cpu
 
-    library = cpu.cache_library()
-    if library is None:
+    if cpu.compiler() is None:
         return 0.0
+    library = cpu.library()
     size = min(max(128 << 20, 4 * last_level_cache_bytes()), _memory_bytes() // 4) // 4096 * 4096
     threads = torch.get_num_threads()
     end = time.perf_counter() + seconds

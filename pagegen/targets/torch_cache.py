@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagegen.spec.dtypes import INT4, QUERY_DTYPES
+from pagegen.spec.dtypes import INT4, INTEGER_RANGES, QUERY_DTYPES
 from pagegen.targets.cache_call import Rotation, WriteCall
-
-INTEGER_RANGE = {torch.int8: (-128, 127), INT4: (-8, 7)}
 
 
 def write(call: WriteCall) -> None:
@@ -49,21 +47,22 @@ def _store(
         values = values.float() / scale[block, place][..., None]
     if zero is not None:
         values = values.float() + zero[block, place][..., None]
-    cache[block, place] = _encode(values, stored).view(cache.dtype)
+    cache[block, place] = encode(values, stored).view(cache.dtype)
 
 
-def _encode(values: Tensor, stored: torch.dtype) -> Tensor:
-    """Values as storage, to nearest even; types of 8 and 4 bits saturate."""
+def encode(values: Tensor, stored: torch.dtype) -> Tensor:
+    """Values [.., D] as a cache of `stored` holds them, to nearest even; types of 8 and 4 bits saturate, NaN is 0 in
+    integers, int4 is packed as uint8 [.., D / 2]."""
     if stored in QUERY_DTYPES:
         return values.to(stored)
     values = values.float()
     if stored.is_floating_point:
         limit = torch.finfo(stored).max
         return values.clamp(-limit, limit).to(stored)
-    rounded = values.round().nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf).clamp(*INTEGER_RANGE[stored])
+    rounded = values.round().nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf).clamp(*INTEGER_RANGES[stored])
     if stored != INT4:
         return rounded.to(stored)
-    nibbles = rounded.to(torch.int8) & 0xF
+    nibbles = rounded.to(torch.int8).view(torch.uint8) & 0xF
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from pagegen.codegen import triton_cache as codegen
 from pagegen.spec import Target
-from pagegen.spec.dtypes import QUERY_DTYPES
+from pagegen.spec.dtypes import FLOAT8_DTYPES, QUERY_DTYPES
 from pagegen.targets.cache_call import WriteCall, Writer
+from pagegen.targets.capture import refuse_in_capture
 from pagegen.targets.triton_module import import_source
 
 # A generated host function, and the operands that its specialisation kept.
 Launcher = tuple[Callable[..., None], tuple[str, ...]]
+ONE_CALL = "make one such call"
 _BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -51,22 +53,16 @@ def form_of(call: WriteCall, *, native_float8: bool) -> codegen.WriteForm:
         rotary_half=0 if rotation is None else rotation.cos.shape[1],
         interleaved=rotation is not None and rotation.interleaved,
         # of the others every target makes the same code
-        native_float8=native_float8 and call.stored.itemsize == 1 and call.stored.is_floating_point,
+        native_float8=native_float8 and call.stored in FLOAT8_DTYPES,
     )
 
 
 @functools.cache
 def _launcher(form: codegen.WriteForm, dtypes: tuple[torch.dtype, ...]) -> Launcher:
     """The launcher of a form. Triton compiles each of `dtypes` apart, so the first call of each must come here."""
-    _refuse_in_capture("this write to a cache")
+    refuse_in_capture("this write to a cache is not compiled yet", ONE_CALL)
     launch = import_source(codegen.render_write(form)).launch_write_kv
     return launch, tuple(inspect.signature(launch).parameters)
-
-
-def _refuse_in_capture(what: str) -> None:
-    """Raises RuntimeError while a CUDA graph is captured: compiling would break the capture, or hide seconds in it."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{what} is not compiled yet: make one such call before capturing a CUDA graph")
 
 
 def operands(call: WriteCall) -> dict[str, Tensor | None]:
@@ -108,6 +104,6 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor) -> None:
 def _copier(
     head_dim: int, v_head_dim: int, block_size: int, integers: torch.dtype
 ) -> tuple[Callable[..., None], tuple[str, ...]]:
-    _refuse_in_capture("this copy of blocks")
+    refuse_in_capture("this copy of blocks is not compiled yet", ONE_CALL)
     launch = import_source(codegen.render_copy(head_dim, v_head_dim, block_size)).launch_copy_blocks
     return launch, tuple(inspect.signature(launch).parameters)

@@ -14,10 +14,9 @@ from pagegen import settings
 from pagegen.codegen import triton as codegen
 from pagegen.codegen.insert import captured_names
 from pagegen.spec import AttentionSpec, CacheLayout, Target, TritonVariant
+from pagegen.spec.dtypes import FLOAT8_DTYPES
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.triton_module import import_source
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class TritonAttention:
@@ -95,7 +94,7 @@ def _stored(call: AttentionCall, form: codegen.Form) -> AttentionCall:
     changes: dict[str, Any] = {}
     if call.tree_mask is not None:
         changes["tree_mask"] = call.tree_mask.view(torch.uint8)
-    if call.k_cache.dtype in FLOAT8 and not form.native_float8:
+    if call.k_cache.dtype in FLOAT8_DTYPES and not form.native_float8:
         changes["k_cache"] = call.k_cache.view(torch.uint8)
         changes["v_cache"] = call.v_cache.view(torch.uint8)
     if any(tensor.dtype == torch.bool for tensor in call.captures):

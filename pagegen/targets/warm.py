@@ -11,7 +11,7 @@ from torch import Tensor
 from pagegen import modifiers
 from pagegen.spec import AttentionSpec, CacheLayout
 from pagegen.spec.dtypes import INT4
-from pagegen.targets.call import AttentionCall
+from pagegen.targets.call import AttentionCall, values_in_keys
 
 
 def calls(spec: AttentionSpec, layout: CacheLayout, device: str = "cuda") -> Iterator[AttentionCall]:
@@ -24,7 +24,7 @@ def calls(spec: AttentionSpec, layout: CacheLayout, device: str = "cuda") -> Ite
     given: dict[str, Any] = {
         **_caches(spec, layout, device),
         **_factors(spec, layout, device),
-        "captures": _captures(spec),
+        "captures": modifiers.captured_tensors(spec.score_mod, spec.mask_mod),
     }
     for query_start_loc, tree_mask in ((None, None), (starts, None), (starts, tree)):
         for with_lse in (False, True):
@@ -57,7 +57,7 @@ def _caches(spec: AttentionSpec, layout: CacheLayout, device: str) -> dict[str, 
     k_cache = cache(spec.head_dim)
     if not spec.shared_kv:
         return {"k_cache": k_cache, "v_cache": cache(spec.v_head_dim)}
-    return {"k_cache": k_cache, "v_cache": k_cache if packed else k_cache[..., : spec.v_head_dim]}
+    return {"k_cache": k_cache, "v_cache": values_in_keys(k_cache, spec)}
 
 
 def _factors(spec: AttentionSpec, layout: CacheLayout, device: str) -> dict[str, Tensor]:
@@ -67,8 +67,3 @@ def _factors(spec: AttentionSpec, layout: CacheLayout, device: str) -> dict[str,
     # of a whole cache, or repeated with strides of 0: as the operator hands them over
     shown = ones if spec.kv_scale_granularity == "token_head" else ones[:1, :1, :1].expand_as(ones)
     return dict.fromkeys(names, shown)
-
-
-def _captures(spec: AttentionSpec) -> tuple[Tensor, ...]:
-    found: list[Any] = [modifiers.find(spec.score_mod, "score"), modifiers.find(spec.mask_mod, "mask")]
-    return tuple(tensor for modifier in found if modifier is not None for tensor in modifier.tensors.values())

@@ -13,7 +13,7 @@ from batches import ORDERS, Batch, compare, make_batch
 from torch import Tensor
 
 from pagegen.codegen import cpp
-from pagegen.codegen.cpp_modifiers import modifiers_of
+from pagegen.modifiers import captured_tensors
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant
 from pagegen.targets import cpp_build, cpu
 from pagegen.targets.call import AttentionKernel
@@ -57,7 +57,7 @@ class Case:
         return cpu.load_attention(self.spec, self.layout, self.variant, machine=self.machine)
 
     def batch(self, sequences: list[tuple[int, int]], **options: Any) -> Batch:
-        captures = tuple(tensor for _, m in modifiers_of(self.spec) for tensor in m.tensors.values())
+        captures = captured_tensors(self.spec.score_mod, self.spec.mask_mod)
         return make_batch(
             self.spec, sequences, block_size=self.block_size, order=self.order, captures=captures, **options
         )

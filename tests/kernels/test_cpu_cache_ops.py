@@ -22,7 +22,9 @@ from cache_cases import (
 )
 
 import pagegen
+from pagegen import targets
 from pagegen.codegen import cpp
+from pagegen.spec import Target
 from pagegen.targets import cpp_build, cpu, cpu_cache, cpu_device
 
 pytestmark = pytest.mark.skipif(cpu.compiler() is None, reason="needs a C++ compiler")
@@ -355,12 +357,12 @@ def test_no_tokens_and_no_pairs_are_no_work() -> None:
 
 
 def test_device_describes_this_cpu() -> None:
-    device = cpu.current_device()
+    device = targets.current_device(Target("cpu"))
     assert device.target.kind == "cpu"
     assert device.units == torch.get_num_threads()
     assert device.memory_gib > 0
     assert 0.1 < device.bandwidth_gb_s < 10_000
-    assert device is cpu.current_device(), "measured once a process"
+    assert device is targets.current_device(Target("cpu")), "measured once a process"
 
 
 def test_bandwidth_probe_reads_memory_that_no_cache_holds() -> None:

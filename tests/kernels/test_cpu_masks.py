@@ -9,9 +9,10 @@ import torch
 from batches import Range, compare
 from cpu_cases import DECODE, HASWELL, LONG, PORTABLE, RAGGED, SHORT, Case, check, prebuild, run, same_bits
 
-from pagegen import modifiers
-from pagegen.codegen import cpp_modifiers
+from pagegen import modifiers, targets
+from pagegen.codegen import cpp_modifiers, traced
 from pagegen.modifiers import mask_mod, score_mod
+from pagegen.spec import Target
 from pagegen.targets import cpu
 
 TREES = [(70, 20), (33, 1), (5, 5), (310, 9), (129, 40), (3, 7), (64, 2)]
@@ -245,7 +246,7 @@ def test_query_that_its_tree_shuts_off_sees_the_older_tokens_only() -> None:
 
 def test_function_is_found_by_the_tensors_of_the_call_not_by_those_it_was_made_with() -> None:
     case = BY_NAME["chunked"]
-    assert [m.captures for _, m in cpp_modifiers.modifiers_of(case.spec)] == [()]
+    assert traced.captures(case.spec) == ()
     case = BY_NAME["past-its-table"]
     batch = case.batch(DECODE)
     call = batch.call()
@@ -273,6 +274,6 @@ def test_a_function_without_an_expression_is_refused_with_its_name() -> None:
     def sorted_first(batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
         return torch.sort(k_pos)
 
-    reason = cpu.unsupported(BY_NAME["tree"].spec.replace(mask_mod=sorted_first.name))
+    reason = targets.unsupported(BY_NAME["tree"].spec.replace(mask_mod=sorted_first.name), Target("cpu"))
     assert reason is not None
     assert "sorted_first" in reason

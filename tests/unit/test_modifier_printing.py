@@ -46,6 +46,8 @@ SCORES: dict[str, Any] = {
     "decay": lambda s, b, h, q, k: s - 2.0 ** (-8.0 * (h + 1) / 3) * (q - k),
     "activations": lambda s, b, h, q, k: torch.sigmoid(s / 3) + torch.exp2(s) - torch.exp(-s * s) + torch.erf(s),
     "roots": lambda s, b, h, q, k: torch.sqrt(k) + torch.rsqrt(s * s + 1) + (s * s + 1) ** 1.5 + torch.log(1 + k),
+    "whole_powers": lambda s, b, h, q, k: s**5 + s**7.0 / 50 - 3 / s**5 + s**-7 + (k - q) ** 6 / 1e5 + (q - k) ** 3.0,
+    "high_powers": lambda s, b, h, q, k: (s / 2) ** 17 + (s / 3) ** 20 + (s / 2) ** -19.0 / 1e9 + s**1.0,
     "waves": lambda s, b, h, q, k: torch.sin(s) * torch.cos(k - q),
     "extremes": lambda s, b, h, q, k: torch.minimum(torch.maximum(q - k, k), s) + torch.clamp(q, min=0) % LENGTHS[b],
     "quotients": lambda s, b, h, q, k: (k + 1) / 4 - 5 * k / 12 + 1 / (1 + k) - (q - k) ** 3 / 7 + s / (k + 2),
@@ -152,6 +154,14 @@ GOLDEN = {
 def test_the_text_is_what_a_person_would_write() -> None:
     known = {name: modifier for kind in ("mask", "score") for name, modifier in made(kind)}
     assert {name: (print_triton(trace(known[name])), print_cpp(trace(known[name]))) for name in GOLDEN} == GOLDEN
+
+
+def test_a_power_that_is_not_whole_of_a_negative_number_is_nan_as_in_torch(tmp_path: Path) -> None:
+    modifier = pagegen.score_mod(lambda s, b, h, q, k: s**2.5 + (s + 9) ** -0.75)
+    expected = computed(modifier)
+    assert expected.isnan().any() and not expected.isnan().all()
+    found = torch.as_tensor(modifier_texts.evaluate_triton(print_triton(trace(modifier)), modifier, VALUES)).double()
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 def test_an_expression_needs_the_kind_whose_captures_it_reads() -> None:

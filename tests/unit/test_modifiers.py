@@ -228,8 +228,22 @@ for name, kind in (("documents(int32, int32)", "mask"), ("alibi(float32)", "scor
              "chunked(8) ", "nobody(3)", ""],
 )  # fmt: skip
 def test_a_name_that_is_not_canonical_is_unknown(name: str) -> None:
-    with pytest.raises(ValueError, match=r"mask_mod must be a function decorated with @pagegen.mask_mod, got '"):
+    with pytest.raises(ValueError, match=r"mask_mod must (be a function decorated with @pagegen|name a modifier)"):
         modifiers.find(name, "mask")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("chunked(0)", "size must be at least 1, got 0"),
+        ("sliding_window(4.5)", "size must be an integer, got float 4.5"),
+        ("soft_cap(-1.0)", "cap must be positive, got -1.0"),
+    ],
+)
+def test_a_name_with_a_number_that_cannot_be_says_what_is_wrong_with_it(name: str, reason: str) -> None:
+    kind = "score" if "cap" in name else "mask"
+    with pytest.raises(ValueError, match=rf"{kind}_mod must name a modifier as its maker does, got .*: {reason}"):
+        modifiers.find(name, kind)
 
 
 def test_shipped_functions_refuse_bad_numbers_and_tensors() -> None:

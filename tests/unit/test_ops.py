@@ -50,7 +50,7 @@ BAD_OPERANDS = {
     "scale": ({"k_scale": torch.zeros(3)}, "k_scale must be a float"),
     "tree": ({"tree_mask": torch.zeros(3, 1)}, "tree_mask must be bool"),
     "uint8": ({"k_cache": torch.zeros(8, 4, 2, 16, dtype=torch.uint8),
-               "v_cache": torch.zeros(8, 4, 2, 16, dtype=torch.uint8)}, "kv_dtype must say what a uint8 cache holds"),
+               "v_cache": torch.zeros(8, 4, 2, 16, dtype=torch.uint8)}, "kv_dtype must say what a uint8 k_cache holds"),
     "no_v": ({"v_cache": None}, "v_head_dim must be in 1..16 when v_cache is None"),
     "out": ({"out": torch.zeros(3, 4, 8)}, "out must be"),
     "out_repeated": ({"out": torch.zeros(1, 1, 16).expand(3, 4, 16)}, "out must have memory of its own"),

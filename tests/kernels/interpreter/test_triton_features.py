@@ -246,7 +246,7 @@ def test_a_generated_kernel_has_no_trace_of_what_it_does_not_do() -> None:
         "sinks",
         "alibi",
         "scale_ptr",
-        "zero",
+        "zero_ptr",
         "rest",
         "desc",
         "unit_",
@@ -255,3 +255,33 @@ def test_a_generated_kernel_has_no_trace_of_what_it_does_not_do() -> None:
         "warp_special",
     ):
         assert absent not in text, absent
+
+
+@modifiers.mask_mod
+def _even(batch, head, q_pos, k_pos):  # type: ignore[no-untyped-def]
+    return k_pos % 2 == 0
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["mask", "tree"])
+def test_a_value_that_no_query_may_see_does_not_matter_be_it_nan(tree: bool) -> None:
+    fields = {"v_head_dim": 80, **({} if tree else {"mask_mod": _even.name})}
+    case = Case("nan", 2, 64, 16, variant=tiles("pages_in_tile", kv=32, head_pieces="split"), fields=fields)
+    batch = case.batch([(40, 7), (21, 3)], tree=tree)
+    for s, (length, queries) in enumerate(batch.sequences):
+        hidden = range(1, length, 2)
+        if tree:
+            batch.tree_mask[:, 1] = False  # type: ignore[index]
+            hidden = range(length - queries + 1, length - queries + 2)
+        for token in hidden:
+            batch.v_cache[int(batch.block_table[s, token // 16]), token % 16] = float("nan")  # type: ignore[index]
+    call = case.run(batch)
+    assert not call.out.isnan().any()
+    compare(call.out, call.lse, *batch.expected(), torch.float32)
+
+
+@pytest.mark.parametrize("cap", [1e3, 1e5, 1e7, 1e30])
+def test_a_large_soft_cap_changes_nothing_much(cap: float) -> None:
+    case = Case("cap", 2, 64, 16, variant=tiles("pages_in_tile"), fields={"logit_softcap": cap})
+    batch = case.batch([(40, 1), (9, 1)])
+    call = case.run(batch)
+    compare(call.out, call.lse, *batch.expected(), torch.float32)

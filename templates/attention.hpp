@@ -15,10 +15,11 @@
 //   panel   many rows (prefill, large groups): a tile of K and V is packed once into panels that stay in L1/L2
 //           and meets all rows of the item in register blocks. Bound by arithmetic.
 // A score is scaled, capped, gets its ALiBi and then the score function's change; causality, window, tree and mask
-// function decide which are kept. Keys that no row of an item may attend are not read, values neither: 0 * NaN would be
-// NaN. A value that is not finite reaches the rows of its item that attend its key, and may reach the others. Softmax state, sums and partial results are float32. Which way serves a sequence,
-// where its tiles and splits begin and the order in which splits are merged depend on that sequence alone: not on the
-// number of threads, on its neighbours in the batch or on where its blocks lie. So results are bitwise reproducible.
+// function decide which are kept. Keys that no row of an item may attend are not read, values neither: 0 * NaN would
+// be NaN. A value that is not finite reaches the rows of its item that attend its key, and may reach the others.
+// Softmax state, sums and partial results are float32. Which way serves a sequence, where its tiles and splits begin
+// and the order in which splits are merged depend on that sequence alone: not on the number of threads, on its
+// neighbours in the batch or on where its blocks lie. So results are bitwise reproducible.
 //
 // The parts: vectors.hpp, narrow.hpp (quantised elements), products.hpp, call.hpp (arguments, score and mask
 // functions), plan.hpp (work items), tiles.hpp (where tokens lie), softmax.hpp; the two ways are here.

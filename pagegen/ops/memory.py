@@ -10,17 +10,16 @@ from torch import Tensor
 def ranges_meet(one: Tensor, other: Tensor) -> bool:
     """Whether the ranges from the first to the last byte of two tensors have a byte in common."""
     first, second = one.data_ptr(), other.data_ptr()
-    if first > second:
-        one, other, first, second = other, one, second, first
-    if not first or not one.numel() or not other.numel():
+    low, distance = (one, second - first) if first <= second else (other, first - second)
+    if distance >= _extent(low.shape, low.stride()) * low.dtype.itemsize:
         return False
-    return second < first + _extent(tuple(one.shape), one.stride()) * one.element_size()
+    return bool(one.numel() and other.numel())
 
 
 def share_elements(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one dtype, each without overlaps of its own, have an element in common. Of different
     strides only tensors whose ranges meet nowhere are known to have none: those are trusted to interleave."""
-    if one.stride() != other.stride() or not ranges_meet(one, other):
+    if not ranges_meet(one, other) or one.stride() != other.stride():
         return False
     distance = (other.data_ptr() - one.data_ptr()) // one.element_size()
     return _meet(distance, one.stride(), tuple(one.shape), tuple(other.shape))

@@ -88,6 +88,7 @@ class Batch:
             "tree_mask": self.tree_mask,
             "score_mod": self.spec.score_mod,
             "mask_mod": self.spec.mask_mod,
+            "captures": list(self.captures) or None,
             "kv_dtype": dtype_name(self.spec.kv_dtype),
             **shared,
         }

@@ -41,6 +41,12 @@ class Case:
     variant: CppVariant = LONG
     machine: tuple[str, ...] = cpp_build.NATIVE
     fields: dict[str, Any] = field(default_factory=dict, hash=False)
+    captures: tuple[Tensor, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # now: another test may register other tensors under the same name
+        captures = captured_tensors(self.fields.get("score_mod"), self.fields.get("mask_mod"))
+        object.__setattr__(self, "captures", captures)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -57,9 +63,8 @@ class Case:
         return cpu.load_attention(self.spec, self.layout, self.variant, machine=self.machine)
 
     def batch(self, sequences: list[tuple[int, int]], **options: Any) -> Batch:
-        captures = captured_tensors(self.spec.score_mod, self.spec.mask_mod)
         return make_batch(
-            self.spec, sequences, block_size=self.block_size, order=self.order, captures=captures, **options
+            self.spec, sequences, block_size=self.block_size, order=self.order, captures=self.captures, **options
         )
 
 

@@ -23,6 +23,8 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, target: Target, *,
         rows = 16 if widest > 256 else min(64, max(16, next_power_of_two(spec.group)))
         if rows == 64 and widest > 64:
             tile_kv = 32  # or q and the tiles of one program fill half of the shared memory
+        if pieces(spec.head_dim, "split")[1] == 16:
+            tile_kv = 32  # a piece of 16 columns (80 = 64 + 16) makes the compiler hold both tiles in registers
     else:
         tile_kv //= 2
         rows = 16 if widest > 256 else 64 if widest <= 128 else 32
@@ -44,18 +46,23 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, target: Target, *,
         page_walk=cheapest_walk(layout.block_size, tile_kv),
         num_splits=8 if decode and not invariant else 1,
         split_tokens=INVARIANT_SPLIT_TOKENS if invariant else 0,
-        head_pieces=fewest_columns(spec.head_dim),
-        num_warps=8 if mixed else _warps(spec, rows, tile_kv),
+        # two accumulators of many rows spill on sm_120 (192 = 128 + 64)
+        head_pieces="padded"
+        if not decode and 128 < min(spec.head_dim, spec.v_head_dim) <= 256
+        else fewest_columns(spec.head_dim),
+        num_warps=8 if mixed else _warps(spec, layout, rows, tile_kv),
         num_stages=_stages(spec, target, tile_kv),
     )
 
 
-def _warps(spec: AttentionSpec, rows: int, tile_kv: int) -> int:
+def _warps(spec: AttentionSpec, layout: CacheLayout, rows: int, tile_kv: int) -> int:
     """4 warps, or 8 where 4 would need more registers than there are for the accumulator, scores and half of q."""
     columns = sum(pieces(spec.head_dim, "split"))
     values = rows * (sum(pieces(spec.v_head_dim, "split")) + 1.25 * tile_kv + columns / 2)
-    masked = rows > 16 and 128 < spec.head_dim < columns  # of wide heads that are padded, also the masks of columns
-    return 4 if values / (32 * 4) <= MAX_VALUES and spec.head_dim <= 256 and not masked else 8
+    # of heads that are padded also the masks of columns: of wide ones, and where every key has a block to look up
+    padded = rows > 16 and spec.head_dim < columns and (spec.head_dim > 128 or layout.block_size % tile_kv > 0)
+    few = values / (32 * 4) <= MAX_VALUES and spec.head_dim <= 256
+    return 4 if few and not padded else 8
 
 
 def _stages(spec: AttentionSpec, target: Target, tile_kv: int) -> int:

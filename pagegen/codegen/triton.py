@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,13 @@ class Form:
     wide: bool = True
     upcast: bool = False
     native_float8: bool = True
+
+
+def with_warps_for(variant: TritonVariant, form: Form) -> TritonVariant:
+    """The variant with 8 warps for tree masks over tiles of many rows: every (row, key) pair has an address of its own
+    there, and with 4 warps 64 rows spill on every NVIDIA target."""
+    many = form.tree and variant.tile_rows >= 64 and variant.num_warps < 8
+    return replace(variant, num_warps=8) if many else variant
 
 
 def bindings(spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, form: Form) -> dict[str, Value]:
@@ -88,7 +95,7 @@ def bindings(spec: AttentionSpec, layout: CacheLayout, variant: TritonVariant, f
         "WIDE": form.wide,
         "V_PADDED": max(16, next_power_of_two(spec.v_head_dim)),
         "CHUNK": REDUCE_CHUNK,
-        "NUM_WARPS": variant.num_warps,
+        "NUM_WARPS": with_warps_for(variant, form).num_warps,
         "NUM_STAGES": variant.num_stages,
     }
     values |= {"PROGRAMS": variant.programs} if variant.programs else {"NUM_SPLITS": variant.num_splits}

@@ -66,6 +66,7 @@ def compile_facts(
     Raises CompileError with the compiler's first line, and RuntimeError in an interpreting process.
     """
     form = codegen.Form(decode=decode, write_lse=write_lse, tree=tree, wide=wide, native_float8=target.native_float8)
+    variant = codegen.with_warps_for(variant, form)
     compiled = compile_kernel(spec, layout, variant, target, form)
     from pagegen.costs import shipped_device
 

@@ -127,11 +127,6 @@ def bent(score: Any, batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
 
 NO_DESCRIPTORS = dict.fromkeys(("sm_80", "gfx942", "gfx950"), "no tensor memory accelerator")
 NO_TENSOR_MEMORY = dict.fromkeys(("sm_80", "sm_90", "sm_120", "gfx942", "gfx950"), "no tcgen05 matrix instructions")
-TREES = dict.fromkeys(
-    ("sm_80", "sm_120"),
-    "the mask's addresses, 16 a thread, come on top of operands and accumulator, which these hold in registers; a "
-    "default is chosen before a batch is seen to have trees, and with num_warps=8 nothing spills",
-)
 QUANTISED = "Quantised caches"
 MASKS, SHAPES, SCHEDULES, WRITERS = "Masks and scores", "Geometry and dtypes", "Ways to compute", "Writing the cache"
 
@@ -152,8 +147,7 @@ def _masks() -> list[Feature]:
         row("logit soft cap", attention("softcap"), interpreted("softcap"), {"logit_softcap": 50.0}),
         row("ALiBi", attention("alibi"), interpreted("alibi"), {"alibi": True}),
         row("sinks", attention("sinks"), interpreted("sinks-splits"), {"sinks": True}),
-        row("tree mask", tree_cpu, other(tree_test), {}, kinds=("ragged",), options={"tree": True},
-            excused=TREES),
+        row("tree mask", tree_cpu, other(tree_test), {}, kinds=("ragged",), options={"tree": True}),
         row("bidirectional", attention("bidirectional"), interpreted("bidirectional"), both_ways),
         row("prefix-LM", masks("prefix"), other(f"features.py::{window_mod}"), {**both_ways, "mask_mod": PREFIX.name}),
         row("documents by captured boundaries", masks("documents"),

@@ -13,8 +13,6 @@ from pagegen.codegen.triton_cache import WriteForm, native_float8
 from pagegen.spec import Target
 from pagegen.targets.offline_cache import compile_writer
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
-
 
 def llama(stored: torch.dtype, target: Target, **changes: Any) -> WriteForm:
     """A write of llama-3.1-8b's heads, with every option that the type has."""
@@ -27,7 +25,7 @@ def llama(stored: torch.dtype, target: Target, **changes: Any) -> WriteForm:
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, INT4], ids=name_of)
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ["sm_80", "gfx942"])  # docs/coverage.md has the others
 def test_rotating_writers_of_every_type_compile_without_spills(name: str, stored: torch.dtype) -> None:
     target = Target.parse(name)
     facts = compile_writer(llama(stored, target, num_q_heads=32, rotary_half=64), target, source_dtype=torch.bfloat16)
@@ -35,7 +33,7 @@ def test_rotating_writers_of_every_type_compile_without_spills(name: str, stored
     assert facts.registers <= 64, "8 programs of 4 warps on a multiprocessor"
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ["sm_90", "gfx950"])
 def test_plain_and_latent_writers_compile_without_spills(name: str) -> None:
     target = Target.parse(name)
     for form in (
@@ -47,7 +45,7 @@ def test_plain_and_latent_writers_compile_without_spills(name: str) -> None:
         assert compile_writer(form, target, source_dtype=torch.bfloat16).spills == 0
 
 
-@pytest.mark.parametrize("name", ["sm_90", "sm_100", "gfx950"])
+@pytest.mark.parametrize("name", ["sm_90", "gfx950"])
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=name_of)
 def test_where_hardware_converts_to_float8_it_does_so_from_float32(name: str, stored: torch.dtype) -> None:
     target = Target.parse(name)

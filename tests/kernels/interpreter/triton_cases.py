@@ -15,7 +15,7 @@ from pagegen.targets.call import AttentionCall
 
 INTERPRETER = Target("interpreter")
 DECODE = [(0, 1), (1, 1), (37, 1), (150, 1)]
-RAGGED = [(20, 20), (0, 0), (33, 1), (80, 9), (3, 3), (5, 7)]
+RAGGED = [(10, 10), (0, 0), (33, 1), (80, 5), (3, 3), (3, 5)]
 
 
 @dataclass(frozen=True)

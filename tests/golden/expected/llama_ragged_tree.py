@@ -25,7 +25,7 @@ TILE_ROWS = tl.constexpr(64)
 TILE_QUERIES = tl.constexpr(16)  # queries whose heads fit in TILE_ROWS
 BLOCK_SIZE = tl.constexpr(16)  # tokens a cache block
 TILE_KV = tl.constexpr(32)  # keys a loop iteration reads
-NUM_WARPS = 4
+NUM_WARPS = 8
 NUM_STAGES = 3
 NUM_SPLITS = 1  # parts of a sequence's keys, where they are equal
 

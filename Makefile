@@ -1,7 +1,7 @@
 # Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
 # PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
 
-.PHONY: demo test check format coverage sweep clean
+.PHONY: demo test check format coverage sweep bench-peers clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -36,6 +36,7 @@ check: $(TOOLS)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	MYPYPATH=bench:autotune $(PY) -m mypy bench/cpu.py bench/cpu_bench bench/cpu_peers
 
 format: $(TOOLS)
 	$(PY) -m ruff check --fix .
@@ -50,6 +51,10 @@ SEED ?= 0
 sweep: $(TOOLS)
 	$(PY) tests/kernels/sweep.py --target cpu --cases 2000 --seed $(SEED) --jobs $(JOBS)
 	$(PY) tests/kernels/sweep.py --target interpreter --cases 150 --seed $(SEED) --jobs $(JOBS)
+
+# What bench/cpu.py measures beside pagegen, into .venv-bench (a folder each, 0.9 GB; ggml is compiled, a minute).
+bench-peers: $(RUNTIME)
+	$(PY) bench/cpu.py --install .venv-bench
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ constexpr float small_float(int bits, int mantissa, int bias) {
   return bits & 0x80 ? -value : value;
 }
 
-#if defined(PAGEGEN_AVX512) || defined(PAGEGEN_AVX2)
+#if defined(PAGEGEN_AVX512) || defined(PAGEGEN_AVX2) || defined(PAGEGEN_NEON)
 #if defined(PAGEGEN_AVX512)
 typedef __m256i halves;
 PAGEGEN_INLINE halves shift_left(halves x, int by) { return _mm256_slli_epi16(x, by); }
@@ -47,7 +47,7 @@ PAGEGEN_INLINE vf from_half(halves x) { return (vf)_mm512_cvtph_ps(x); }
 PAGEGEN_INLINE vf from_signed_bytes(__m128i x) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
 PAGEGEN_INLINE __m128i bytes(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
 PAGEGEN_INLINE __m128i half_bytes(const void* p) { return _mm_loadl_epi64((const __m128i*)p); }
-#else
+#elif defined(PAGEGEN_AVX2)
 typedef __m128i halves;
 PAGEGEN_INLINE halves shift_left(halves x, int by) { return _mm_slli_epi16(x, by); }
 PAGEGEN_INLINE halves widen(const uint8_t* p) { return _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)); }
@@ -62,6 +62,21 @@ PAGEGEN_INLINE __m128i half_bytes(const void* p) {
   std::memcpy(&four, p, 4);
   return _mm_cvtsi32_si128(four);
 }
+#else
+typedef uint16x4_t halves;
+PAGEGEN_INLINE halves shift_left(halves x, int by) { return vshl_u16(x, vdup_n_s16((short)by)); }
+PAGEGEN_INLINE uint8x8_t bytes(const void* p) { // four, twice
+  uint32_t four;
+  std::memcpy(&four, p, 4);
+  return vreinterpret_u8_u32(vdup_n_u32(four));
+}
+PAGEGEN_INLINE int16x4_t signed_halves(uint8x8_t x) { return vget_low_s16(vmovl_s8(vreinterpret_s8_u8(x))); }
+PAGEGEN_INLINE halves widen(const uint8_t* p) { return vget_low_u16(vmovl_u8(bytes(p))); }
+PAGEGEN_INLINE halves widen_signed(const uint8_t* p) { return vreinterpret_u16_s16(signed_halves(bytes(p))); }
+PAGEGEN_INLINE halves splat_halves(int x) { return vdup_n_u16((uint16_t)x); }
+PAGEGEN_INLINE halves equal(halves a, halves b) { return vceq_u16(a, b); }
+PAGEGEN_INLINE vf from_half(halves x) { return (vf)vcvt_f32_f16(vreinterpret_f16_u16(x)); }
+PAGEGEN_INLINE vf from_signed_bytes(uint8x8_t x) { return (vf)vcvtq_f32_s32(vmovl_s16(signed_halves(x))); }
 #endif
 
 // The conversion of fp16 takes subnormals whatever the CPU's mode, so it does the work: e5m2 is the upper half of an
@@ -73,39 +88,34 @@ PAGEGEN_INLINE vf load_float(const e4m3* p) {
   return from_half((shift_left(x, 7) & splat_halves(0xbf80)) | (nan & splat_halves(0x7e00))) * 256.0f;
 }
 PAGEGEN_INLINE vf load_float(const s8* p) { return from_signed_bytes(bytes(p)); }
+#if defined(PAGEGEN_NEON)
+PAGEGEN_INLINE vf load_float(const s4x2* p) {
+  uint16_t two;
+  std::memcpy(&two, p, 2);
+  const int32x4_t up = {28, 24, 20, 16}; // each nibble to the top of its lane
+  return (vf)vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(vdupq_n_s32(two), up), 28));
+}
+#else
 PAGEGEN_INLINE vf load_float(const s4x2* p) {
   const __m128i x = half_bytes(p), nibble = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
   const __m128i all = _mm_unpacklo_epi8(x & nibble, _mm_srli_epi16(x, 4) & nibble);
   return from_signed_bytes(_mm_sub_epi8(_mm_xor_si128(all, eight), eight));
 }
+#endif
 #else
-struct SmallFloats {
-  float value[256];
-  constexpr SmallFloats(int mantissa, int bias) : value{} {
-    for (int i = 0; i < 256; i++) value[i] = small_float(i, mantissa, bias);
-  }
-};
-constexpr SmallFloats kE4m3{3, 7}, kE5m2{2, 15};
-
-PAGEGEN_INLINE vf load_float(const e4m3* p) {
-  vf x;
-  for (int i = 0; i < W; i++) x[i] = kE4m3.value[p[i].bits];
-  return x;
+PAGEGEN_INLINE vi load_bytes(const void* p) { // four bytes, at the top of their lanes
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return (vi)in_turn(vh{}, (vh)in_turn(vb{}, (vb)vi{four}));
 }
-PAGEGEN_INLINE vf load_float(const e5m2* p) {
-  vf x;
-  for (int i = 0; i < W; i++) x[i] = kE5m2.value[p[i].bits];
-  return x;
-}
-PAGEGEN_INLINE vf load_float(const s8* p) {
-  vf x;
-  for (int i = 0; i < W; i++) x[i] = (float)p[i].bits;
-  return x;
-}
+PAGEGEN_INLINE vf load_float(const e5m2* p) { return widen_floats<3, 15, 31 << 23>(load_bytes(p)); }
+PAGEGEN_INLINE vf load_float(const e4m3* p) { return widen_floats<4, 7, 0x7f << 20>(load_bytes(p)); }
+PAGEGEN_INLINE vf load_float(const s8* p) { return __builtin_convertvector(load_bytes(p) >> 24, vf); }
 PAGEGEN_INLINE vf load_float(const s4x2* p) {
-  vf x;
-  for (int i = 0; i < W; i++) x[i] = (float)(((p[i / 2].bits >> 4 * (i % 2) & 15) ^ 8) - 8);
-  return x;
+  uint16_t four;
+  std::memcpy(&four, p, 2);
+  const vh up = {0, 1 << 12, 0, 1 << 8, 0, 1 << 4, 0, 1}; // times these, a nibble is at the top of its lane
+  return __builtin_convertvector((vi)((vh)splat(four << 16) * up) >> 28, vf);
 }
 #endif
 

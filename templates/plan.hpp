@@ -41,6 +41,7 @@ struct Item {
   int64_t partial_head; // from one head's to the next
   int64_t merge;        // of its first head, where it leaves partial rows; the other heads' follow
   bool stream;
+  PAGEGEN_INLINE int64_t work(int group) const { return (int64_t)heads * queries * group * (key_end - key_begin); }
 };
 
 struct Merge { // the splits of one (sequence, KV head)
@@ -57,7 +58,8 @@ struct Counts {
 template <class C> struct Plan {
   using Q = typename Element<C::q_dtype>::type;
   using KV = typename Element<C::kv_dtype>::type;
-  using M = Math<Q, KV>;
+  using M = Math<Q, KV, C::dot>;
+  using Weight = typename M::Weight;
   using Args = pagegen_attention_args;
 
   static constexpr int G = C::group, D = C::head_dim, DV = C::v_head_dim, TILE = C::tile_kv;
@@ -89,8 +91,16 @@ template <class C> struct Plan {
   }
   static constexpr int RUN = run_length(), RUNS = TILE / RUN;
 
+  // The stream way takes R rows of a query at once: 8 at most, as registers go, and a divisor of the group.
+  static constexpr int rows_at_once() {
+    int parts = ceil_div(G, 8);
+    while (G % parts) parts++;
+    return G / parts;
+  }
+  static constexpr int R = rows_at_once();
+
   // Decided per sequence from its own length alone.
-  static constexpr int STREAM_ROWS = 8;  // above it, packing panels pays for itself
+  static constexpr int STREAM_ROWS = G <= 8 ? 8 : G <= 32 && R >= 4 ? G : 0; // above it, packing panels pays for itself
   static constexpr int SPLIT_ROWS = 64;  // above it, an item has work enough without dividing its keys
   static constexpr int MR = kPanelRows;
   static constexpr int panel_rows() {    // rows of a panel item: its queries and sums stay in half of a 1 MiB L2
@@ -152,16 +162,19 @@ template <class C> struct Plan {
         for (int32_t q0 = (queries - 1) / step * step; q0 >= 0; q0 -= step) {
           const int32_t count = std::min(step, queries - q0), position = length - queries + q0;
           const Keys keys = hull(a, s, position, count, length);
-          const int32_t first_split = split ? keys.begin / C::split_tokens : 0;
-          const int32_t splits =
-              split ? std::max(1, ceil_div(keys.end, C::split_tokens) - first_split) : 1;
+          // parts of a fixed size, or so many equal parts
+          const int32_t origin = C::num_splits ? keys.begin / TILE * TILE : 0;
+          const int32_t part_keys = ceil_div(keys.end - origin, std::max(1, C::num_splits));
+          const int32_t size = C::num_splits ? round_up(std::max(1, part_keys), TILE) : C::split_tokens;
+          const int32_t first_split = split ? (keys.begin - origin) / size : 0;
+          const int32_t splits = split ? std::max(1, ceil_div(keys.end - origin, size) - first_split) : 1;
           const int64_t partial_head = (int64_t)splits * count * G * STATE;
           n.work += (int64_t)C::num_kv_heads * count * G * (keys.end - keys.begin);
           for (int32_t i = 0; i < splits; i++) {
             Keys part = keys;
             if (splits > 1) {
-              part.begin = std::max(keys.begin, (first_split + i) * C::split_tokens);
-              part.end = std::min<int64_t>(keys.end, (int64_t)(first_split + i + 1) * C::split_tokens);
+              part.begin = std::max(keys.begin, origin + (first_split + i) * size);
+              part.end = std::min<int64_t>(keys.end, origin + (int64_t)(first_split + i + 1) * size);
             }
             const int step_heads = stream ? heads : 1;
             for (int32_t h = 0; h < C::num_kv_heads; h += step_heads, n.items++) {

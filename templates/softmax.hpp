@@ -11,7 +11,6 @@ template <class C> struct Softmax : Tiles<C> {
   using typename Base::Args;
   using typename Base::Factors;
   using typename Base::Lanes;
-  using Weight = typename Base::M::Weight;
   using Base::TILE, Base::TOKEN_SCALES, Base::ZEROS;
 
   static constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -58,7 +57,7 @@ template <class C> struct Softmax : Tiles<C> {
 
   // Turns raw scores, by lane, into weights 2^(score - max) and returns what the row's older sums are to be
   // multiplied by.
-  template <bool MASKED>
+  template <bool MASKED, class Weight>
   static PAGEGEN_INLINE float softmax(const Args& a, const Row& row, const Lanes& lanes, float scale, float q_sum,
                                       const Factors& f, float* score, Weight* weight, State& state) {
     // a score function sees natural units
@@ -118,6 +117,7 @@ template <class C> struct Softmax : Tiles<C> {
 
   // One row's scores to weights; returns what its older sums are to be multiplied by. The row is made here, in
   // registers: copied to memory and back it cost 3% of a prefill.
+  template <class Weight>
   static PAGEGEN_INLINE float weigh(const Args& a, const Item& item, int query, int head, int32_t t0,
                                     const Lanes& lanes, float scale, float q_sum, const Factors& f, float* score,
                                     Weight* weight, State& state) {

@@ -140,7 +140,7 @@ template <class C> struct Tiles : Plan<C> {
       for (int i = 0; i < RUNS; i++) {
         const float* first =
             from.data + tile.block[i] * from.block_stride + tile.slot[i] * from.slot_stride + head * from.head_stride;
-        for (int j = 0; j < RUN; j++) __builtin_prefetch(first + j * from.slot_stride, 0, 2); // 2: L2
+        for (int j = 0; j < RUN; j++) prefetch_line(first + j * from.slot_stride);
       }
     });
   }
@@ -150,9 +150,10 @@ template <class C> struct Tiles : Plan<C> {
     return Base::HEAD_SCALES ? from.data[head * from.head_stride] : 1.0f;
   }
 
+  static PAGEGEN_INLINE void prefetch_line(const void* line) { __builtin_prefetch(line, 0, C::prefetch_hint); }
   template <int WIDTH> static PAGEGEN_INLINE void prefetch(const KV* row) {
 #pragma GCC unroll 8
-    for (int b = 0; b < (int)(WIDTH / kPack<KV> * sizeof(KV)); b += 64) __builtin_prefetch((const char*)row + b, 0, 2);
+    for (int b = 0; b < (int)(WIDTH / kPack<KV> * sizeof(KV)); b += 64) prefetch_line((const char*)row + b);
   }
 };
 

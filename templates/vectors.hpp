@@ -2,7 +2,12 @@
 //
 //   AVX-512 (F, BW, DQ, VL)   W = 16, with a bf16 dot product where the CPU has one (AVX512_BF16)
 //   AVX2 + FMA + F16C         W = 8
-//   anything else             W = 4, by the compiler's own vector types: no intrinsics, any CPU
+//   NEON (AArch64)            W = 4, with a bf16 dot product where the CPU has one (BF16)
+//   anything else             W = 4, by the compiler's own vector types: no intrinsics, any little-endian CPU
+//
+// A CPU with SVE runs the NEON code. SVE's width is a constant only under -msve-vector-bits, which makes a library
+// that computes nonsense on a CPU of another width, and NEON loses nothing where the width is 128 bits (Neoverse N2,
+// V2) or the units are shared (V1: two of 256 bits or four of 128).
 #pragma once
 
 #include <cmath>
@@ -14,6 +19,11 @@
 #define PAGEGEN_AVX512 1
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define PAGEGEN_AVX2 1
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#define PAGEGEN_NEON 1
+#endif
+#if defined(PAGEGEN_AVX512) && defined(__AVX512VNNI__)
+#define PAGEGEN_VNNI 1
 #endif
 #if defined(PAGEGEN_AVX512) && defined(__AVX512BF16__)
 #define PAGEGEN_BF16 1
@@ -21,8 +31,13 @@
 #define PAGEGEN_NARROW_BF16 1 // bytes become bf16 by tables
 #endif
 #endif
+#if defined(PAGEGEN_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PAGEGEN_NEON_BF16 1
+#endif
 #if defined(PAGEGEN_AVX512) || defined(PAGEGEN_AVX2)
 #include <immintrin.h>
+#elif defined(PAGEGEN_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace pagegen {
@@ -39,9 +54,13 @@ constexpr int kPanelRows = 6, kPanelVectors = 4;
 constexpr int W = 8;
 constexpr int kAccumulators = 12; // of 16 registers
 constexpr int kPanelRows = 6, kPanelVectors = 2;
+#elif defined(PAGEGEN_NEON)
+constexpr int W = 4;
+constexpr int kAccumulators = 20; // of 32 registers
+constexpr int kPanelRows = 5, kPanelVectors = 4;
 #else
 constexpr int W = 4;
-constexpr int kAccumulators = 8;
+constexpr int kAccumulators = 12; // of 16 registers, SSE2's
 constexpr int kPanelRows = 4, kPanelVectors = 2;
 #endif
 
@@ -97,15 +116,45 @@ PAGEGEN_INLINE void store_float(fp16* p, vf x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 }
 PAGEGEN_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-#else
-PAGEGEN_INLINE vf load_float(const bf16* p) { return as_float(__builtin_convertvector(*(const vh_any*)p, vi) << 16); }
-PAGEGEN_INLINE vf load_float(const fp16* p) {
-  const vi h = __builtin_convertvector(*(const vh_any*)p, vi);
-  const vi magnitude = (h & 0x7fff) << 13;
-  const vf finite = as_float(magnitude) * 0x1p112f; // moves the exponent's bias from 15 to 127, subnormals too
-  const vf special = as_float(magnitude | 0x7f800000);
-  return as_float(as_int(select(magnitude >= 0x0f800000, special, finite)) | ((h & 0x8000) << 16));
+#elif defined(PAGEGEN_NEON)
+PAGEGEN_INLINE vf load_float(const bf16* p) { return (vf)vshll_n_u16(vld1_u16(&p->bits), 16); }
+PAGEGEN_INLINE vf load_float(const fp16* p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+PAGEGEN_INLINE void store_float(fp16* p, vf x) {
+  vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
 }
+PAGEGEN_INLINE vf fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else
+// The first half of a and of b in turn, an instruction of most CPUs. Converting 4 or 8 bytes to a vector by
+// __builtin_convertvector takes g++ 12 six instructions, and g++ 11 several for each element.
+typedef uint8_t vb __attribute__((vector_size(16)));
+typedef uint16_t vh __attribute__((vector_size(16)));
+#if defined(__clang__)
+PAGEGEN_INLINE vh in_turn(vh a, vh b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+PAGEGEN_INLINE vb in_turn(vb a, vb b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+#else
+PAGEGEN_INLINE vh in_turn(vh a, vh b) { return __builtin_shuffle(a, b, vh{0, 8, 1, 9, 2, 10, 3, 11}); }
+PAGEGEN_INLINE vb in_turn(vb a, vb b) {
+  return __builtin_shuffle(a, b, vb{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+}
+#endif
+PAGEGEN_INLINE vi load_halves(const void* p) { // four words of 16 bits, at the top of their lanes
+  typedef uint64_t vq __attribute__((vector_size(16)));
+  uint64_t four;
+  std::memcpy(&four, p, 8);
+  return (vi)in_turn(vh{}, (vh)vq{four, 0});
+}
+// Small floats at the top of their lanes, whose exponent is biased by BIAS and begins SHIFT bits too high. From SPECIAL
+// on, as float32 has them, they are infinite or NaN. Without float32 subnormals, which a CPU may be set to take for 0.
+template <int SHIFT, int BIAS, int32_t SPECIAL> PAGEGEN_INLINE vf widen_floats(vi x) {
+  const vi size = (x & 0x7fffffff) >> SHIFT;
+  const vf value = as_float(size + ((127 - BIAS) << 23)); // of a subnormal: (1 + f) 2^-BIAS for 2f 2^-BIAS
+  const vf missing = as_float(as_int(value - 2.0f / (1 << BIAS)) & (size < (1 << 23)));
+  return as_float(as_int(value + missing) | ((size >= SPECIAL) & 0x7f800000) | (x & (int32_t)0x80000000));
+}
+PAGEGEN_INLINE vf load_float(const bf16* p) { return as_float(load_halves(p)); }
+PAGEGEN_INLINE vf load_float(const fp16* p) { return widen_floats<3, 15, 31 << 23>(load_halves(p)); }
 inline uint16_t half_bits(float x) { // to nearest even
   uint32_t u;
   std::memcpy(&u, &x, 4);
@@ -130,6 +179,8 @@ PAGEGEN_INLINE void store_float(float* p, vf x) { store(p, x); }
 PAGEGEN_INLINE void store_float(bf16* p, vf x) { // to nearest even; NaN stays NaN
 #if defined(PAGEGEN_BF16)
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#elif defined(PAGEGEN_NEON_BF16)
+  vst1_u16(&p->bits, vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)x)));
 #else
   typedef uint32_t vu __attribute__((vector_size(4 * W)));
   const vu u = (vu)x;
@@ -146,20 +197,19 @@ PAGEGEN_INLINE float sum_lanes(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 PAGEGEN_INLINE float max_lanes(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 
 // lane i of the result: the sum of the lanes of a[i]
-PAGEGEN_INLINE vf sum_each(const vf* a) {
-  const auto pairs = [](vf x, vf y) {
-    return _mm512_add_ps(_mm512_unpacklo_ps((__m512)x, (__m512)y), _mm512_unpackhi_ps((__m512)x, (__m512)y));
+template <class V> PAGEGEN_INLINE V sum_each(const V* a) {
+  const auto pairs = [](V x, V y) {
+    return (V)_mm512_unpacklo_ps((__m512)x, (__m512)y) + (V)_mm512_unpackhi_ps((__m512)x, (__m512)y);
   };
-  const auto quads = [](__m512 x, __m512 y) {
-    const __m512d p = _mm512_castps_pd(x), q = _mm512_castps_pd(y);
-    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+  const auto quads = [](V x, V y) {
+    return (V)_mm512_unpacklo_pd((__m512d)x, (__m512d)y) + (V)_mm512_unpackhi_pd((__m512d)x, (__m512d)y);
   };
-  const auto halves = [](__m512 x, __m512 y) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  const auto halves = [](V x, V y) {
+    return (V)_mm512_shuffle_f32x4((__m512)x, (__m512)y, 0x88) + (V)_mm512_shuffle_f32x4((__m512)x, (__m512)y, 0xdd);
   };
-  __m512 four[4];
+  V four[4];
   for (int i = 0; i < 4; i++) four[i] = quads(pairs(a[4 * i], a[4 * i + 1]), pairs(a[4 * i + 2], a[4 * i + 3]));
-  return (vf)halves(halves(four[0], four[1]), halves(four[2], four[3]));
+  return halves(halves(four[0], four[1]), halves(four[2], four[3]));
 }
 
 // out[i] lane j = in[j] lane i, W x W words
@@ -187,6 +237,13 @@ PAGEGEN_INLINE void transpose(const vi* in, int32_t* out, int64_t stride) {
     store(out + (i + 8) * stride, (vi)_mm512_shuffle_i32x4(p, r, 0xdd));
     store(out + (i + 12) * stride, (vi)_mm512_shuffle_i32x4(q, s, 0xdd));
   }
+}
+#elif defined(PAGEGEN_NEON)
+PAGEGEN_INLINE float sum_lanes(vf x) { return vaddvq_f32((float32x4_t)x); }
+PAGEGEN_INLINE float max_lanes(vf x) { return vmaxnmvq_f32((float32x4_t)x); }
+PAGEGEN_INLINE vf sum_each(const vf* a) {
+  const auto pairs = [](vf x, vf y) { return vpaddq_f32((float32x4_t)x, (float32x4_t)y); };
+  return (vf)vpaddq_f32(pairs(a[0], a[1]), pairs(a[2], a[3]));
 }
 #else
 PAGEGEN_INLINE float sum_lanes(vf x) {
@@ -225,15 +282,23 @@ PAGEGEN_INLINE void transpose(const vi* in, int32_t* out, int64_t stride) {
 }
 #else
 PAGEGEN_INLINE vf sum_each(const vf* a) {
-  vf sums;
-  for (int i = 0; i < W; i++) sums[i] = sum_lanes(a[i]);
-  return sums;
-}
-PAGEGEN_INLINE void transpose(const vi* in, int32_t* out, int64_t stride) {
-  for (int i = 0; i < W; i++)
-    for (int j = 0; j < W; j++) out[i * stride + j] = in[j][i];
+  const auto pairs = [](vf x, vf y) { return vf{x[0], y[0], x[1], y[1]} + vf{x[2], y[2], x[3], y[3]}; };
+  const vf low = pairs(a[0], a[1]), high = pairs(a[2], a[3]);
+  return vf{low[0], low[1], high[0], high[1]} + vf{low[2], low[3], high[2], high[3]};
 }
 #endif
+#endif
+
+#if !defined(PAGEGEN_AVX512) && !defined(PAGEGEN_AVX2)
+PAGEGEN_INLINE void transpose(const vi* in, int32_t* out, int64_t stride) {
+  const auto low = [](vi x, vi y) { return vi{x[0], y[0], x[1], y[1]}; };
+  const auto high = [](vi x, vi y) { return vi{x[2], y[2], x[3], y[3]}; };
+  const vi a = low(in[0], in[2]), b = low(in[1], in[3]), c = high(in[0], in[2]), d = high(in[1], in[3]);
+  store(out, low(a, b));
+  store(out + stride, high(a, b));
+  store(out + 2 * stride, low(c, d));
+  store(out + 3 * stride, high(c, d));
+}
 #endif
 
 // ---- functions ------------------------------------------------------------------------------------------
@@ -243,6 +308,8 @@ PAGEGEN_INLINE vf exp2(vf x) {
   x = larger(splat(-126.0f), x);
 #if defined(PAGEGEN_AVX512)
   const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(PAGEGEN_NEON)
+  const vf n = (vf)vrndnq_f32((float32x4_t)x);
 #else
   const vf magic = splat(0x1.8p23f); // adding it leaves the nearest integer in the low bits
   const vf n = (x + magic) - magic;

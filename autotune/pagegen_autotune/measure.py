@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pagegen import targets
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Status, Target, Variant, Workload
+from pagegen.targets import cpp_build
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.errors import CompileError
 from pagegen_autotune import inputs
@@ -29,8 +30,6 @@ LSE_TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.01, torch.float32: 1e-3}
 # Shorter calls are repeated until a sample takes this long: below it the timer and the scheduler are what is seen.
 SAMPLE_US = 500.0
 MAX_CALLS_A_SAMPLE = 16
-# The compiler is a subprocess, so two threads keep two cores busy.
-COMPILE_THREADS = 2
 MAX_DETAIL = 500
 
 Contender = TypeVar("Contender")
@@ -113,7 +112,7 @@ class KernelBench:
     def __init__(self, spec: AttentionSpec, target: Target, device: Device, profile: Profile, *, seed: int) -> None:
         self.spec = spec
         self.target = target
-        self.workers = COMPILE_THREADS if target.kind == "cpu" else 1
+        self.workers = cpp_build.workers() if target.kind == "cpu" else 1  # compilers are processes
         self.environment = _environment(target)
         self._on = "cuda" if target.is_gpu else "cpu"
         self._seed = seed

@@ -9,14 +9,15 @@ from typing import Any
 
 from pagegen import costs
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant
-from pagegen.spec.variant import PAGE_WALKS, PREFETCHES
+from pagegen.spec.variant import PAGE_WALKS, PREFETCH_HINTS
 
 # Ordered values move one step at a time; the unordered `page_walk` may change to any other.
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "cpp": {
-        "tile_kv": (32, 64, 128),
-        "streams": (1, 2, 4, 8),
-        "prefetch_tiles": PREFETCHES,
+        "tile_kv": (32, 64, 128, 256),
+        "streams": (2, 4, 8),
+        "heads_together": (1, 2, 8),
+        "prefetch_tiles": (0, 1, 2),
         "split_tokens": (512, 2048, 8192),
     },
     "triton": {
@@ -35,7 +36,17 @@ WARP_SPECIALIZED = {
 }  # fmt: skip
 # Other ways to do the work, tried one at a time and not multiplied out: changes that belong together.
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
-    "cpp": (),
+    "cpp": (
+        {"prefetch_order": "head"},
+        {"prefetch_order": "token", "tile_kv": 32, "heads_together": 8},
+        {"prefetch_order": "token", "tile_kv": 64, "heads_together": 8},
+        *({"prefetch_hint": hint} for hint in PREFETCH_HINTS),
+        *({"num_splits": n} for n in (0, 2, 4, 8)),
+        {"schedule": "dynamic"},
+        {"schedule": "balanced"},
+        {"accumulate": "dot"},
+        {"accumulate": "float32"},
+    ),
     "triton": (
         {"head_pieces": "padded"},
         {"head_pieces": "split"},
@@ -69,7 +80,8 @@ def resources(variant: Variant) -> tuple[int, ...]:
         return (variant.num_warps, in_flight, parts, PAGE_WALKS.index(variant.page_walk))
     if isinstance(variant, CppVariant):
         # a larger split divides fewer sequences, so fewer partial states are kept and merged
-        return (variant.tile_kv * (1 + variant.prefetch_tiles), variant.streams, -variant.split_tokens)
+        in_flight = variant.tile_kv * (1 + variant.prefetch_tiles)
+        return (in_flight, variant.streams * variant.heads_together, variant.num_splits, -variant.split_tokens)
     raise TypeError(f"variant must be a TritonVariant or a CppVariant, got {type(variant).__name__}")
 
 

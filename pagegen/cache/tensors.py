@@ -15,16 +15,19 @@ from pagegen.cache.batch import Batch, build
 from pagegen.cache.sequence import MAX_TOKEN, TOKEN_CODE, SequenceState
 from pagegen.cache.stats import CacheStats
 from pagegen.spec import CacheLayout, bytes_per_element, check, dtype_name, parse_dtype
+from pagegen.targets.huge_pages import huge_memory
 
 
 class PagedKVCache:
     """Keys and values of many sequences in `num_blocks` blocks of `layout.block_size` tokens, for `num_layers` layers.
 
     One tensor holds all keys and another all values, each [num_layers, num_blocks, ...] in the layout's order and
-    zeroed once. Not one for both: torch.compile copies caches that one call writes and that share their storage. A
-    sequence has the same blocks in every layer. `dtype` may be given by name; `watermark` and the errors are those of
-    `BlockAllocator`, whose calls this class has, with tokens also as 1-D tensors or arrays of integers. Copies of
-    copy-on-write are made before the call that needs them returns.
+    zero at first. Not one for both: torch.compile copies caches that one call writes and that share their storage. On a
+    CPU they are in huge pages where the system has them, which take memory when a block is first written, on the memory
+    node of the thread that writes it. Every thread reads every block, so where a machine has several nodes spread the
+    pages over all of them (`numactl --interleave=all`). A sequence has the same blocks in every layer. `dtype` may be
+    given by name; `watermark` and the errors are those of `BlockAllocator`, whose calls this class has, with tokens
+    also as 1-D tensors or arrays of integers. Copies of copy-on-write are made before the call that needs them returns.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class PagedKVCache:
         slots = num_layers * num_blocks * layout.block_size * num_kv_heads
         k_size = slots * check.integer("head_dim", head_dim)
         v_dim = head_dim if v_head_dim is None else check.integer("v_head_dim", v_head_dim)
-        self.pools = tuple(torch.zeros(size, dtype=stored, device=self.device) for size in (k_size, slots * v_dim))
+        self.pools = tuple(_zeros(size, stored, self.device) for size in (k_size, slots * v_dim))
         # [num_layers * num_blocks, block_size, num_kv_heads, head_dim]: block b of layer l is l * num_blocks + b
         self._keys = layout.view(self.pools[0], num_kv_heads, head_dim)
         self._values = layout.view(self.pools[1], num_kv_heads, v_dim)
@@ -147,6 +150,12 @@ class PagedKVCache:
         first_blocks = torch.arange(self.num_layers)[:, None, None] * self.allocator.num_blocks
         every_layer = (first_blocks + torch.tensor(pairs)).reshape(-1, 2)
         torch.ops.pagegen.copy_blocks(self._keys, self._values, every_layer.to(self.device))
+
+
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return huge_memory(size * dtype.itemsize).view(dtype)
 
 
 def as_tokens(tokens: Any) -> Iterable[int]:

@@ -88,7 +88,12 @@ def compiler() -> dict[str, Any]:
     from pagegen.targets import cpu
 
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    return {"command": settings.cxx(), "version": cpu.compiler(), "python_headers": headers.is_file()}
+    return {
+        "command": settings.cxx(),
+        "version": cpu.compiler(),
+        "fault": cpu.compiler_fault(),
+        "python_headers": headers.is_file(),
+    }
 
 
 def target() -> dict[str, Any]:
@@ -162,7 +167,8 @@ def missing(document: dict[str, Any]) -> list[dict[str, str]]:
     ]
     tools = document["compiler"]
     if tools.get("version") is None:
-        rows.append(_row("a C++20 compiler", "CPU kernels and torch.compile", "install g++ or clang, or set CXX"))
+        use = "CPU kernels, for which the reference path serves until then (slow), and torch.compile"
+        rows.append(_row("a C++20 compiler", use, tools.get("fault") or "install g++ or clang, or set CXX"))
     if tools.get("python_headers") is False:
         how = f"install python{sys.version_info[0]}.{sys.version_info[1]}-dev, or a Python that brings its headers"
         rows.append(_row("Python.h", "torch.compile on CPUs, and Triton on GPUs", how))

@@ -131,7 +131,8 @@ def explain(
         "roofline_us": roofline_us,
         "roofline_share": share,
         "prefix_groups": [[blocks, list(rows)] for blocks, rows in prefix_groups],
-        "paths": paths(spec, layout, device, chosen.variant, workload, prefix_groups, times_us or {}),
+        "served_by": "reference" if by_reference(chosen) else "kernel",
+        "paths": paths(spec, layout, device, chosen, workload, prefix_groups, times_us or {}),
         "quantities": quantities(spec, layout, device, chosen.variant, workload),
     }
 
@@ -140,28 +141,35 @@ def paths(
     spec: AttentionSpec,
     layout: CacheLayout,
     device: Device,
-    variant: Variant,
+    chosen: Selection,
     workload: Workload,
     prefix_groups: PrefixGroups,
     times_us: Mapping[Variant, float],
 ) -> list[dict[str, Any]]:
     """The ways to do the step (`pagegen.lowering`), the cheapest first, which is the plan; none without a known rate.
-    `dispatch` marks those whose attention is the variant that `pagegen.paged_attention` takes by itself."""
+    `dispatch` marks those whose attention is what `pagegen.paged_attention` does by itself."""
     from pagegen import lowering
 
     if not device.bandwidth_gb_s > 0:
         return []
     graph = lowering.step_graph(
-        spec, layout, variant, device, workload,
+        spec, layout, chosen.variant, device, workload,
         prefix_groups=prefix_groups, measured=lowering.whole_calls(times_us),
     )  # fmt: skip
 
     def dispatched(step: lowering.Step) -> bool:
-        return step.variant == variant and step.does == "pagegen.paged_attention"
+        if by_reference(chosen):
+            return step.does == "pagegen.reference_attention"
+        return step.variant == chosen.variant and step.does == "pagegen.paged_attention"
 
     return [
         {**path.to_dict(), "dispatch": any(dispatched(step) for step in path.steps)} for path in lowering.paths(graph)
     ]
+
+
+def by_reference(chosen: Selection) -> bool:
+    """Whether no generated kernel serves what was asked."""
+    return chosen.evidence.get("kind") == "reference"
 
 
 def quantities(
@@ -206,11 +214,11 @@ def _text(model: str, document: dict[str, Any]) -> str:
     us, roofline_us, share = document["predicted_us"], document["roofline_us"], document["roofline_share"]
     lines = [
         f"{model}, block size {layout['block_size']} {layout['order']} on {document['device']} ({document['target']})",
-        f"variant   {document['variant_name']}",
+        f"variant   {document['variant_name'] if document['served_by'] == 'kernel' else 'none, the reference path'}",
         f"why       {document['reason']} (distance {document['distance']:.3g})",
         f"time      {'-' if us is None else f'{us:.1f} us'} ({time})",
-        f"roofline  {'-' if roofline_us is None else f'{roofline_us:.1f} us'}, "
-        f"{'-' if share is None else f'{share:.0%}'} of the {time} time",
+        f"roofline  {'-' if roofline_us is None else f'{roofline_us:.1f} us'}"
+        + ("" if share is None else f", {share:.0%} of the {time} time"),
         "",
         *_path_lines(document["paths"]),
         output.table(document["quantities"], {"name": "quantity", "value": "value", "expression": "for one sequence"}),

@@ -6,14 +6,16 @@ import re
 
 from pagegen.codegen import cpp_modifiers, templates
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, dtype_name
-from pagegen.spec.variant import HEADS_TOGETHER
+from pagegen.spec.variant import PREFETCH_HINTS
 
 ATTENTION = "attention.hpp"
 CACHE_OPS = "cache_ops.hpp"
+# Limits to hold kernels against: of its own, since no kernel changes when it does.
+PROBES = "probes.hpp"
 # Every C++ template: what the hash is over.
 TEMPLATES = (
-    ATTENTION, "softmax.hpp", "tiles.hpp", "plan.hpp", "products.hpp", "narrow.hpp", "call.hpp", "vectors.hpp",
-    CACHE_OPS,
+    ATTENTION, "stream.hpp", "words.hpp", "bytes.hpp", "rows.hpp", "panel.hpp", "ends.hpp", "softmax.hpp", "tiles.hpp", "plan.hpp", "products.hpp",
+    "narrow.hpp", "call.hpp", "vectors.hpp", "merge.hpp", CACHE_OPS,
 )  # fmt: skip
 # Positions are 32-bit integers in the template; nothing is this far from anything.
 _FAR = 2**30
@@ -21,7 +23,6 @@ _FAR = 2**30
 
 def bindings(spec: AttentionSpec, layout: CacheLayout, variant: CppVariant) -> dict[str, str]:
     """The C++ text of every constant of templates/attention.hpp."""
-    together = min(HEADS_TOGETHER, spec.num_kv_heads) if layout.order == "NHD" else 1
     return {
         "q_dtype": f"Dtype::{dtype_name(spec.q_dtype)}",
         "kv_dtype": f"Dtype::{dtype_name(spec.kv_dtype)}",
@@ -42,8 +43,13 @@ def bindings(spec: AttentionSpec, layout: CacheLayout, variant: CppVariant) -> d
         "tile_kv": str(variant.tile_kv),
         "streams": str(variant.streams),
         "prefetch_tiles": str(variant.prefetch_tiles),
+        "prefetch_tokens": _boolean(variant.prefetch_order == "token"),
+        "prefetch_hint": str(PREFETCH_HINTS[variant.prefetch_hint]),
+        "dot": _boolean(variant.accumulate == "dot"),
         "split_tokens": str(min(variant.split_tokens, _FAR)),
-        "heads_together": str(together),
+        "num_splits": str(variant.num_splits),
+        "balanced": _boolean(variant.schedule == "balanced"),
+        "heads_together": str(min(variant.heads_together, spec.num_kv_heads)),
     }
 
 
@@ -63,8 +69,14 @@ def render_attention(spec: AttentionSpec, layout: CacheLayout, variant: CppVaria
 
 
 def render_cache_ops() -> str:
-    """The source of `write_kv`, `copy_blocks` and the bandwidth probe: one file, nothing to specialise."""
-    return _header(CACHE_OPS, "write_kv, copy_blocks and a read-bandwidth probe") + _inlined(CACHE_OPS)
+    """The source of `write_kv`, `copy_blocks` and `merge_states`: one file, nothing to specialise."""
+    return _header(CACHE_OPS, "write_kv, copy_blocks and merge_states") + _inlined(CACHE_OPS)
+
+
+def render_probes() -> str:
+    """The source of the probes of `pagegen.targets.cpu_probes`: one file, nothing to specialise."""
+    digest = templates.digest((PROBES, "vectors.hpp"))
+    return f"// {templates.origin(PROBES, digest)}\n\n" + _inlined(PROBES)
 
 
 def bind(template: str, values: dict[str, str]) -> str:

@@ -20,8 +20,8 @@ def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, deco
     legal is for `legal` to say. Decode takes no more rows than the group needs, and longer queries no splits."""
     if target.family == "cpp":
         return tuple(
-            CppVariant(tile_kv=tile_kv, streams=4, prefetch_tiles=1, split_tokens=split_tokens)
-            for tile_kv in (16, 64)
+            CppVariant(tile_kv=tile_kv, streams=8, heads_together=8, prefetch_tiles=1, split_tokens=split_tokens)
+            for tile_kv in (32, 128)
             for split_tokens in (512, 2048, 8192)
         )
     heads = max(16, next_power_of_two(spec.group))

@@ -16,7 +16,6 @@ import torch
 from pagegen.costs import symbols as s
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant, Workload
 from pagegen.spec.dtypes import bytes_per_element
-from pagegen.spec.variant import HEADS_TOGETHER
 
 # Good kernels reach 80-90 % of a GPU's memory bandwidth over long contexts (published decode kernels on A100, H100).
 MEMORY_EFFICIENCY = 0.85
@@ -218,6 +217,6 @@ def _walk_share(spec: AttentionSpec, layout: CacheLayout, variant: CppVariant) -
     """The share of sequential read bandwidth that the walk over the blocks reaches, by its contiguous chunk: one
     head's rows of a block in HND order, one token's rows of the heads read together in NHD order."""
     row_bytes = float(spec.head_dim * bytes_per_element(spec.kv_dtype))
-    rows = layout.block_size if layout.order == "HND" else min(HEADS_TOGETHER, spec.num_kv_heads)
+    rows = layout.block_size if layout.order == "HND" else min(variant.heads_together, spec.num_kv_heads)
     shares = CPU_WALK_EFFICIENCY[variant.prefetch_tiles > 0, variant.streams >= 4]
     return float(np.interp(math.log2(rows * row_bytes), np.log2(CPU_CHUNK_BYTES), shares))

@@ -124,11 +124,13 @@ STAGES_IN_FLIGHT = Max(1, num_stages - 1)
 # A sequence of at most 64 rows divides its keys; one with more divides its rows, down to 32 an item.
 ROWS = queries * group
 FEW_ROWS = Le(ROWS, 64)
+# keys an item of the C++ kernel covers where a sequence has few rows
+SPLIT = Piecewise((Max(ceiling(mean_keys / Max(num_splits, 1)), tile_kv), num_splits > 0), (split_tokens, True))
 ITEMS = num_kv_heads * Piecewise(
-    (Min(queries, 1) * Max(ceiling(mean_keys / split_tokens), 1), FEW_ROWS), (ceiling(ROWS / 32), True)
+    (Min(queries, 1) * Max(ceiling(mean_keys / SPLIT), 1), FEW_ROWS), (ceiling(ROWS / 32), True)
 )
 # Keys that one item reads in turn: what the last thread to finish may have left.
-ITEM_KEYS = Piecewise((Min(mean_keys, split_tokens), FEW_ROWS), (mean_keys * 32 / Max(group, 1), True))
+ITEM_KEYS = Piecewise((Min(mean_keys, SPLIT), FEW_ROWS), (mean_keys * 32 / Max(group, 1), True))
 CPU_TILES = num_kv_heads * queries * ceiling(mean_keys / tile_kv)
 CPU_FLOPS = CPU_TILES * tile_kv * group * 2 * (head_dim + v_head_dim)
 
@@ -245,7 +247,7 @@ def bind_variant(variant: Variant) -> dict[str, Any]:
     if isinstance(variant, TritonVariant):
         names = ("tile_rows", "tile_kv", "num_splits", "split_tokens", "programs", "num_warps", "num_stages")
     elif isinstance(variant, CppVariant):
-        names = ("tile_kv", "split_tokens")
+        names = ("tile_kv", "num_splits", "split_tokens")
     else:
         raise TypeError(f"variant must be a TritonVariant or a CppVariant, got {type(variant).__name__}")
     splits_head = isinstance(variant, TritonVariant) and variant.head_pieces == "split"

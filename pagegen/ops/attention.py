@@ -18,6 +18,15 @@ from pagegen.targets.call import AttentionCall, AttentionKernel
 # What a call looks like to the host -> its plan. A tuple of integers and strings costs 1 us to hash where a
 # validated AttentionSpec costs 20 us to build.
 PLANS: dict[tuple[Any, ...], plans.Plan] = {}
+# What the checks look at, of calls that passed them -> the key of their plan. Checking costs 25 us, the look-up 5. The
+# keys hold shapes, strides and dtypes, never a tensor; whatever differs from a call that passed is checked.
+_PASSED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_MOST_PASSED = 4096  # of 2 KiB each; then they are forgotten
+_OPTIONAL = ("query_start_loc", "alibi_slopes", "sinks", "k_scale", "v_scale", "k_zero", "v_zero", "tree_mask")
+_SCALARS = (
+    "max_query_len", "scale", "causal", "window", "logit_softcap", "score_mod", "mask_mod", "kv_dtype", "v_head_dim",
+    "batch_invariant",
+)  # fmt: skip
 
 
 def paged_attention(
@@ -32,10 +41,15 @@ def paged_attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`torch.ops.pagegen.paged_attention`; see `pagegen.paged_attention` for the arguments."""
-    _check(q, k_cache, v_cache, block_table, seq_lens, **options)
-    width = value_width(v_cache, options.get("v_head_dim"), options.get("kv_dtype"))
-    ragged = options.get("query_start_loc") is not None
-    given = out is not None
+    seen = _seen(q, k_cache, v_cache, block_table, seq_lens, options)
+    key = passed = _PASSED.get(seen)
+    if key is None:
+        _check(q, k_cache, v_cache, block_table, seq_lens, **options)
+        width = value_width(v_cache, options.get("v_head_dim"), options.get("kv_dtype"))
+        key = _plan_key(q, k_cache, v_cache, width, options)
+    if settings.check_values():
+        _check_values(q, k_cache, block_table, seq_lens, options)
+    width, ragged, given = key[1], options.get("query_start_loc") is not None, out is not None
     if out is None:
         out = _allocate(q, width, zero=ragged)
     else:
@@ -44,9 +58,11 @@ def paged_attention(
     if out.numel() == 0:
         return out, lse
     options["captures"] = captures = operands.captures(q, options)
-    plan = _plan(q, k_cache, v_cache, width, options)
+    plan = PLANS.get(key) or _plan(key, q, k_cache, v_cache, width, options)
+    if passed is None:
+        _remember(seen, key)
     max_query_len, max_seq_len = _bounds(q, k_cache, block_table, options)
-    kernel = _kernel(plan, len(seq_lens), max_query_len, max_seq_len, options.get("variant"))
+    kernel = _kernel(plan, seq_lens.shape[0], max_query_len, max_seq_len, options.get("variant"))
     if kernel is None:
         _dense(q, k_cache, v_cache, block_table, seq_lens, out, lse if return_lse else None, options)
         return out, lse
@@ -99,14 +115,41 @@ def _check(
     tree_mask = options.get("tree_mask")
     ragged = options.get("query_start_loc") is not None
     checks.tree_mask(tree_mask, q, options.get("max_query_len"), ragged=ragged)
-    if settings.check_values():
-        bounds = {name: options.get(name) for name in ("query_start_loc", "max_query_len", "max_seq_len")}
-        checks.validate_batch(k_cache, block_table, seq_lens, total_q=q.shape[0], tree_mask=tree_mask, **bounds)
+
+
+def _check_values(q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, options: dict[str, Any]) -> None:
+    bounds = {name: options.get(name) for name in ("query_start_loc", "max_query_len", "max_seq_len", "tree_mask")}
+    checks.validate_batch(k_cache, block_table, seq_lens, total_q=q.shape[0], **bounds)
+
+
+def _seen(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, options: dict[str, Any]
+) -> tuple[Any, ...]:
+    """All that `_check` and `_plan_key` look at."""
+    get = options.get
+    longest = get("max_seq_len")
+    return (
+        *map(_form, (q, k_cache, v_cache, block_table, seq_lens)),
+        *[None if (value := get(name)) is None else _form(value) for name in _OPTIONAL],
+        *map(get, _SCALARS),
+        longest is not None and longest < 0,
+    )
+
+
+def _form(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _remember(seen: tuple[Any, ...], key: tuple[Any, ...]) -> None:
+    if len(_PASSED) >= _MOST_PASSED:
+        _PASSED.clear()
+    _PASSED[seen] = key
 
 
 def _allocate(q: Tensor, width: int, zero: bool) -> Tensor:
     """Rows that belong to no sequence must be 0, and only a ragged call can have such rows."""
-    shape = (*q.shape[:2], width)
+    total_q, heads, _ = q.shape
+    shape = (total_q, heads, width)
     return q.new_zeros(shape) if zero else q.new_empty(shape)
 
 
@@ -123,40 +166,48 @@ def _float32(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.to(torch.float32)
 
 
-def _plan(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, options: dict[str, Any]) -> plans.Plan:
+def _plan_key(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, options: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What decides a call's plan."""
     option = options.get
     granularity = _granularity(option("k_scale"), option("v_scale"))
     zeros = option("k_zero") is not None or option("v_zero") is not None
-    key = (
+    return (
         q.shape[1:], width, k_cache.shape[1:], k_cache.dtype, q.dtype, q.device, plans.order_of(k_cache),
         v_cache is None, option("scale"), option("causal", True), option("window"), option("logit_softcap"),
         option("alibi_slopes") is None, option("sinks") is None, granularity, zeros,
         option("score_mod"), option("mask_mod"), option("kv_dtype"), option("batch_invariant", False),
     )  # fmt: skip
-    plan = PLANS.get(key)
-    if plan is None:
-        spec = AttentionSpec(
-            num_q_heads=q.shape[1],
-            num_kv_heads=k_cache.shape[2],
-            head_dim=q.shape[2],
-            v_head_dim=width,
-            q_dtype=q.dtype,
-            kv_dtype=option("kv_dtype") or k_cache.dtype,
-            scale=option("scale"),  # type: ignore[arg-type]  # None is the default scale
-            causal=option("causal", True),
-            window=option("window"),
-            logit_softcap=option("logit_softcap"),
-            alibi=option("alibi_slopes") is not None,
-            sinks=option("sinks") is not None,
-            kv_scale_granularity=granularity,
-            kv_zero_points=zeros,
-            shared_kv=v_cache is None,
-            score_mod=option("score_mod"),
-            mask_mod=option("mask_mod"),
-            batch_invariant=option("batch_invariant", False),
-        )
-        layout = CacheLayout(block_size=k_cache.shape[1], order=plans.order_of(k_cache))
-        plan = PLANS[key] = plans.lookup(spec, layout, plans.target_of(q.device))
+
+
+def _plan(
+    key: tuple[Any, ...], q: Tensor, k_cache: Tensor, v_cache: Tensor | None, width: int, options: dict[str, Any]
+) -> plans.Plan:
+    """The plan of calls of one key, from now on in PLANS."""
+    option = options.get
+    spec = AttentionSpec(
+        num_q_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[2],
+        head_dim=q.shape[2],
+        v_head_dim=width,
+        q_dtype=q.dtype,
+        kv_dtype=option("kv_dtype") or k_cache.dtype,
+        scale=option("scale"),  # type: ignore[arg-type]  # None is the default scale
+        causal=option("causal", True),
+        window=option("window"),
+        logit_softcap=option("logit_softcap"),
+        alibi=option("alibi_slopes") is not None,
+        sinks=option("sinks") is not None,
+        kv_scale_granularity=_granularity(option("k_scale"), option("v_scale")),
+        kv_zero_points=option("k_zero") is not None or option("v_zero") is not None,
+        shared_kv=v_cache is None,
+        score_mod=option("score_mod"),
+        mask_mod=option("mask_mod"),
+        batch_invariant=option("batch_invariant", False),
+    )
+    layout = CacheLayout(block_size=k_cache.shape[1], order=plans.order_of(k_cache))
+    plan = PLANS[key] = plans.lookup(spec, layout, plans.target_of(q.device))
     return plan
 
 

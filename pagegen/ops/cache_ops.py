@@ -1,4 +1,4 @@
-"""Operators that write, move and merge: `write_kv`, `rope_write_kv`, `update_scales`, `copy_blocks`, `merge_states`."""
+"""Operators that write and move: `write_kv`, `rope_write_kv`, `update_scales`, `copy_blocks`."""
 
 from __future__ import annotations
 
@@ -152,29 +152,11 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor) -> None:
         targets.block_copier(plans.target_of(k_cache.device))(k_cache, v_cache, pairs)
 
 
-def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.ops.pagegen.merge_states`; see `pagegen.merge_states`."""
-    checks.tensor("outs", outs, "[num_states, total_q, num_q_heads, v_head_dim]", checks.FLOATS, None)
-    checks.tensor("lses", lses, "[num_states, total_q, num_q_heads]", (torch.float32,), outs.device)
-    checks.sizes("lses", lses, tuple(outs.shape[:3]), "[num_states, total_q, num_q_heads]")
-    if not len(outs):
-        raise ValueError(f"outs must hold at least one state, got {checks.describe(outs)}")
-    top = lses.amax(dim=0)
-    # an empty state has lse -inf: weigh it 0 without ever computing -inf - -inf
-    behind = lses - top.masked_fill(top == -torch.inf, 0.0)
-    weights = torch.exp(behind.masked_fill(lses == torch.inf, 0.0))  # nor inf - inf: these outweigh all others
-    total = weights.sum(dim=0)
-    shares = weights / total.masked_fill(total == 0, 1.0)
-    merged = (outs.float().masked_fill((weights == 0)[..., None], 0.0) * shares[..., None]).sum(dim=0)
-    return merged.to(outs.dtype), top + torch.log(total.masked_fill(total == 0, 1.0))
-
-
 _IMPLEMENTATIONS: dict[str, Any] = {
     "write_kv": write_kv,
     "rope_write_kv": rope_write_kv,
     "update_scales": update_scales,
     "copy_blocks": copy_blocks,
-    "merge_states": merge_states,
 }
 for _name, _function in _IMPLEMENTATIONS.items():
     for _key in ("CPU", "CUDA"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
+def _merge_list(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
+
+
 def _like_q(q: Tensor, *_: Any, **__: Any) -> Tensor:
     return q.new_empty(q.shape)
 
@@ -56,6 +60,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "update_scales": _nothing,
     "copy_blocks": _nothing,
     "merge_states": _merge,
+    "merge_states.list": _merge_list,
+    "merge_into": _nothing,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"pagegen::{_name}", _fake, lib=LIBRARY)

@@ -20,8 +20,10 @@ def captures(q: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
     modifiers were registered with. Raises ValueError for an unknown modifier, and for tensors that are not what the
     modifiers were traced with."""
     score_mod, mask_mod, given = options.get("score_mod"), options.get("mask_mod"), options.get("captures")
+    if score_mod is None and mask_mod is None and not given:  # nearly every call
+        return ()
     found = find_both(score_mod, mask_mod)
-    if not found and not given:  # nearly every call
+    if not found and not given:
         return ()
     expected = [(modifier, capture) for modifier in found for capture in modifier.captures]
     given = given or captured_tensors(score_mod, mask_mod)
@@ -64,10 +66,15 @@ def stored(cache: Tensor, spec: AttentionSpec) -> Tensor:
     return cache if cache.dtype == dtype else cache.view(dtype)
 
 
+NO_SCALES: dict[str, Tensor | None] = dict.fromkeys(SCALES)
+
+
 def scales(k_cache: Tensor, given: dict[str, Any], *, shared_kv: bool) -> dict[str, Tensor | None]:
     """`k_scale`, `v_scale`, `k_zero` and `v_zero` of those `given`, as float32 [num_blocks, block_size, Hkv] views:
     what only one of K and V was given is 1, respectively 0, for the other, and V has K's where both are one cache."""
-    k_scale, v_scale, k_zero, v_zero = (given.get(name) for name in SCALES)
+    k_scale, v_scale, k_zero, v_zero = map(given.get, SCALES)
+    if k_scale is v_scale is k_zero is v_zero is None:  # nearly every call
+        return NO_SCALES
     if shared_kv:
         v_scale, v_zero = k_scale, k_zero
     shape = k_cache.shape[:3]

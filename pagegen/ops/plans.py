@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -136,7 +137,13 @@ def prepare(
         targets.current_device(where)
     layout = layout.canonical(spec.num_kv_heads)  # as `order_of` reads it off a cache
     plan = make_plan(spec, layout, where, db)
-    for variant in plan.rule.variants if plan.rule else ():
+    variants = plan.rule.variants if plan.rule else ()
+    if where.kind == "cpu" and len(variants) > 1:  # each by a compiler of its own
+        from pagegen.targets import cpp_build
+
+        with ThreadPoolExecutor(cpp_build.workers()) as pool:
+            list(pool.map(plan.load, variants))
+    for variant in variants:
         targets.warm_up(plan.load(variant), spec, layout, where)
     _PREPARED[spec, layout, where] = plan
     _forget_calls()

@@ -34,5 +34,7 @@ for schema in (
     "Tensor(c!)? k_zero=None, Tensor(d!)? v_zero=None, str kv_dtype) -> ()",
     "copy_blocks(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor pairs) -> ()",
     "merge_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
+    "merge_states.list(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)",
+    "merge_into(Tensor(a!) out, Tensor(b!) lse, Tensor other_out, Tensor other_lse, Tensor? rows) -> ()",
 ):
     LIBRARY.define(schema, tags=TAGS)

@@ -37,7 +37,8 @@ def select(
 
     `predicted_us` is the median of that variant's trials on this very batch (`evidence["time"]` is "measured"), else
     that on the nearest batch, scaled by the cost model's ratio of the two ("scaled"), else the cost model's own figure
-    ("predicted"), else None. Never raises for a database; TypeError and ValueError for wrong arguments.
+    ("predicted"; the reference path's where it serves), else None. Never raises for a database; TypeError, ValueError
+    for wrong arguments.
     """
     for name, value, kind in (
         ("spec", spec, AttentionSpec),
@@ -50,7 +51,10 @@ def select(
     variant = rule.choose(workload.num_seqs, workload.max_query_len, workload.max_context_len)
     us, further, evidence = None, 0.0, dict(rule.evidence)
     try:
-        us, further, found = _expected(spec, layout, target, variant, workload, db)
+        if evidence.get("kind") == "reference":
+            us, found = costs.reference_us(spec, layout, device_for(target), workload), {"time": "predicted"}
+        else:
+            us, further, found = _expected(spec, layout, target, variant, workload, db)
         evidence.update(found)
     except Exception as error:  # as on the ladder: no file may stop a model
         evidence["time"] = f"unknown: {sentence(error)}"

@@ -5,6 +5,7 @@ A rung that has no answer says why, and the next is asked:
   2. the portfolio of the same spec, target and code at the nearest other layout whose variants are legal here;
   3. the cost model's choice among a handful of legal variants;
   4. the default variant.
+Where no generated kernel serves the spec at all (a CPU without a compiler, say) the answer is the reference path.
 Nothing here raises for a miss or a broken database: a model must run whatever state a file is in. Every answer carries
 its reason, which is logged once.
 """
@@ -16,7 +17,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pagegen import costs, targets
@@ -56,6 +57,9 @@ class Ladder:
 
     def rule(self) -> DispatchRule:
         """The first answer on the ladder. See `rule_for`."""
+        unserved = targets.unsupported(self.spec, self.target)
+        if unserved is not None:
+            return self._explained(self._reference(unserved))
         for rung in (self._tuned, self._predicted):
             try:
                 rule = rung()
@@ -120,6 +124,11 @@ class Ladder:
 
     def _predicted(self) -> DispatchRule:
         return predicted_rule(self.spec, self.layout, self._device)
+
+    def _reference(self, why: str) -> DispatchRule:
+        """What `pagegen.ops` does without a kernel, as a rule: see `Selection`."""
+        evidence = {"kind": "reference", "why": why}
+        return replace(self._default(), reason=f"the reference path serves: {why}", evidence=evidence)
 
     def _default(self) -> DispatchRule:
         decode = targets.default_variant(self.spec, self.layout, self.target, decode=True)

@@ -72,7 +72,9 @@ class Measurement:
 class Selection:
     """A chosen variant. `reason` is a sentence; `distance` is 0 for an exact answer and grows with how far
     the evidence is from the question; `predicted_us` is the expected time of one call where known;
-    `evidence` holds the figures behind it (`kind`: "measured", "predicted" or "default")."""
+    `evidence` holds the figures behind it. Its `kind` is "measured", "predicted" or "default", or "reference" where no
+    generated kernel serves the spec: `pagegen.reference_attention` does, and `reason` says why; `variant` is what would
+    be taken if one could."""
 
     variant: Variant
     reason: str

@@ -13,9 +13,11 @@ DOTS = ("mma", "fma")
 LOADS = ("pointer", "descriptor")
 REDUCES = ("kernel", "last")
 PREFETCHES = (0, 1, 2, 4, 8)
-# KV heads that one work item of a C++ decode kernel reads in turn where they lie side by side in a block (NHD): a
-# token's heads share lines' neighbourhoods and pages. 8 against 1 was worth 1.1x; in HND order it was worth nothing.
-HEADS_TOGETHER = 8
+# The cache a C++ kernel asks lines into, by the locality that __builtin_prefetch takes.
+PREFETCH_HINTS = {"l1": 3, "l2": 2, "once": 0}
+PREFETCH_ORDERS = ("head", "token")
+SCHEDULES = ("dynamic", "balanced")
+ACCUMULATES = ("dot", "float32")
 
 
 def next_power_of_two(n: int) -> int:
@@ -164,22 +166,40 @@ class TritonVariant(Variant):
 class CppVariant(Variant):
     """A C++ kernel for CPUs.
 
-    `tile_kv`: keys scored at once. `streams`: places in the tile read side by side, so that more memory
-    requests are in flight. `prefetch_tiles`: how far ahead lines are asked into L2 (0 = never).
-    `split_tokens`: keys one work item covers; longer sequences are divided and merged.
+    `tile_kv`: keys scored at once. `streams`: places in the tile read side by side, so that more memory requests are in
+    flight. `heads_together`: KV heads that one work item reads in turn, tile by tile, at most. `prefetch_tiles`: how far
+    ahead lines are asked for, in tiles (0 = never); `prefetch_order`: "head" by head, or a "token" after the other with
+    all its heads, where those lie side by side (NHD); `prefetch_hint`: into which cache ("once": L1, to be dropped after
+    use). `split_tokens`: keys one work item covers; longer sequences are divided and merged. `num_splits`, where not 0:
+    so many items a sequence instead. `schedule`: a thread takes the next item left ("dynamic"), or a run of items of
+    equal work ("balanced").
+    `accumulate`: by "dot" products of 16 or 8 bits where the CPU has them for the dtypes, or in "float32" throughout.
     """
 
     family: ClassVar[str] = "cpp"
+    rare: ClassVar[tuple[str, ...]] = ("prefetch_order", "prefetch_hint", "num_splits", "schedule", "accumulate")
 
     tile_kv: int = 64
     streams: int = 4
+    heads_together: int = 1
     prefetch_tiles: int = 1
+    prefetch_order: str = "head"
+    prefetch_hint: str = "l2"
     split_tokens: int = 2048
+    num_splits: int = 0
+    schedule: str = "dynamic"
+    accumulate: str = "dot"
 
     def __post_init__(self) -> None:
         _power_of_two("tile_kv", self.tile_kv, at_least=16, at_most=256)
         _power_of_two("streams", self.streams, at_least=1, at_most=16)
+        check.integer("heads_together", self.heads_together)
         check.one_of("prefetch_tiles", self.prefetch_tiles, PREFETCHES)
+        check.one_of("prefetch_order", self.prefetch_order, PREFETCH_ORDERS)
+        check.one_of("prefetch_hint", self.prefetch_hint, PREFETCH_HINTS)
+        check.integer("num_splits", self.num_splits, at_least=0)
+        check.one_of("schedule", self.schedule, SCHEDULES)
+        check.one_of("accumulate", self.accumulate, ACCUMULATES)
         check.integer("split_tokens", self.split_tokens)
         if self.split_tokens % self.tile_kv:
             raise ValueError(f"split_tokens must be a multiple of tile_kv {self.tile_kv}, got {self.split_tokens}")

@@ -6,18 +6,20 @@ import functools
 
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, Target, TritonVariant, Variant, dtype_name
 from pagegen.spec.dtypes import INT4, INTEGER_RANGES
-from pagegen.targets.cache_call import Copier, Writer
+from pagegen.targets.cache_call import Copier, Merger, State, Writer
 from pagegen.targets.call import AttentionCall, AttentionKernel
 
 __all__ = [
     "AttentionCall",
     "AttentionKernel",
+    "State",
     "block_copier",
     "cache_writer",
     "code_hash",
     "current_device",
     "default_variant",
     "load_attention",
+    "state_merger",
     "unsupported",
     "warm_up",
 ]
@@ -122,6 +124,15 @@ def block_copier(target: Target) -> Copier:
     from pagegen.targets import triton_cache
 
     return triton_cache.copy_blocks
+
+
+def state_merger(target: Target) -> Merger | None:
+    """What merges partial states in one launch, on a CPU with a compiler; None elsewhere: torch's own operators do."""
+    if target.kind == "cpu":
+        from pagegen.targets import cpu, cpu_merge
+
+        return cpu_merge.merge if cpu.compiler() else None
+    return None
 
 
 def code_hash(target: Target) -> str:

@@ -1,9 +1,10 @@
-"""`WriteCall`: one validated write to a cache, as every writer receives it."""
+"""`WriteCall` and `State`: what the kernels that write and merge receive, validated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,5 +46,15 @@ class WriteCall:
     rotation: Rotation | None = None
 
 
+class State(NamedTuple):
+    """A state of attention: out [num_rows, Hq, Dv] with a last stride of 1, lse float32 [num_rows, Hq] (natural log;
+    -inf: empty, whatever `out` holds). `rows` int64: the rows of out and lse that are meant, each once; None: all."""
+
+    out: Tensor
+    lse: Tensor
+    rows: Tensor | None = None
+
+
 Writer = Callable[[WriteCall], None]
+Merger = Callable[[State, Sequence[State]], None]
 Copier = Callable[[Tensor, "Tensor | None", Tensor], None]

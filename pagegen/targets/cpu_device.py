@@ -13,6 +13,7 @@ import torch
 
 from pagegen.spec import Device, Target
 from pagegen.targets import cpp_build
+from pagegen.targets.errors import CompileError
 
 # What decides which kernels are compiled and how fast they are; the kernel lists a hundred others.
 _TOLD = (
@@ -68,22 +69,23 @@ def last_level_cache_bytes() -> int:
 def read_bandwidth_gb_s(seconds: float = _PROBE_SECONDS) -> float:
     """The best rate of several sequential reads of memory that is in no cache; 0 where no compiler works.
 
-    Reads a buffer of four last-level caches, 128 MiB at least and a quarter of memory at most, as often as fits
-    into `seconds`, filling it included.
+    Reads a buffer of four last-level caches (in huge pages where the system gives them), 128 MiB at least and a quarter
+    of memory at most, as often as fits into `seconds`, filling it included.
     """
-    from pagegen.targets import cpu
+    from pagegen.targets import cpu_probes
+    from pagegen.targets.huge_pages import huge_memory
 
-    if cpu.compiler() is None:
+    try:
+        cpu_probes.library()
+    except CompileError:
         return 0.0
-    library = cpu.library()
     size = min(max(128 << 20, 4 * last_level_cache_bytes()), _memory_bytes() // 4) // 4096 * 4096
-    threads = torch.get_num_threads()
     end = time.perf_counter() + seconds
     # written once, or every page would be the same page of zeros
-    buffer = torch.ones(size // 8, dtype=torch.int64)
+    buffer = huge_memory(size).fill_(1)
     best = float("inf")
     while best == float("inf") or time.perf_counter() < end:
         start = time.perf_counter()
-        library.pagegen_read(buffer.data_ptr(), size, threads)
+        cpu_probes.read(buffer)
         best = min(best, time.perf_counter() - start)
     return size / best / 1e9

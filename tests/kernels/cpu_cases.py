@@ -89,7 +89,7 @@ def run(kernel: AttentionKernel, batch: Batch) -> Result:
 
 def check(kernel: AttentionKernel, batch: Batch) -> Result:
     out, lse = run(kernel, batch)
-    compare(out, lse, *batch.expected(), batch.spec.q_dtype)
+    compare(out, lse, *batch.expected(), batch.spec.q_dtype, batch.spec.kv_dtype)
     return out, lse
 
 

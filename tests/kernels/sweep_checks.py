@@ -99,7 +99,7 @@ def agree(found: Result, batch: Batch) -> None:
     room = (expected_lse.double().abs() / 16.0).nan_to_num(1.0, posinf=1.0).clamp(min=1.0)[..., None]
     if batch.spec.q_dtype == torch.float32:
         out = wanted + (out - wanted) / room
-    compare(out, lse, expected, expected_lse, batch.spec.q_dtype)
+    compare(out, lse, expected, expected_lse, batch.spec.q_dtype, batch.spec.kv_dtype)
 
 
 def unmoved(found: Result, batch: Batch, again: Callable[[Batch], Result]) -> None:
@@ -145,15 +145,17 @@ def raw_cpp(kernel: Kernel) -> AttentionKernel:
     spec, variant = kernel.spec, kernel.variant
     assert isinstance(variant, CppVariant)
     scales = {"none": "none", "tensor": "head", "head": "head", "token_head": "token"}[spec.kv_scale_granularity]
-    together = min(8, spec.num_kv_heads) if kernel.layout.order == "NHD" else 1
     constants: dict[str, Any] = {
         "Dtype q_dtype": f"Dtype::{dtype_name(spec.q_dtype)}", "Dtype kv_dtype": f"Dtype::{dtype_name(spec.kv_dtype)}",
         "Scales kv_scales": f"Scales::{scales}", "float logit_softcap": f"{spec.logit_softcap or 0.0}f",
         "int num_kv_heads": spec.num_kv_heads, "int group": spec.num_q_heads // spec.num_kv_heads,
         "int head_dim": spec.head_dim, "int v_head_dim": spec.v_head_dim, "int block_size": kernel.block_size,
-        "int window": spec.window or 0, "int heads_together": together, "int tile_kv": variant.tile_kv,
+        "int window": spec.window or 0, "int heads_together": min(variant.heads_together, spec.num_kv_heads), "int tile_kv": variant.tile_kv,
         "int streams": variant.streams, "int prefetch_tiles": variant.prefetch_tiles,
-        "int split_tokens": variant.split_tokens, "bool shared_kv": int(spec.shared_kv),
+        "int split_tokens": variant.split_tokens, "int num_splits": variant.num_splits,
+        "bool balanced": int(variant.schedule == "balanced"), "bool dot": int(variant.accumulate == "dot"),
+        "bool prefetch_tokens": int(variant.prefetch_order == "token"),
+        "int prefetch_hint": {"l1": 3, "l2": 2, "once": 0}[variant.prefetch_hint], "bool shared_kv": int(spec.shared_kv),
         "bool zero_points": int(spec.kv_zero_points), "bool causal": int(spec.causal), "bool alibi": int(spec.alibi),
         "bool sinks": int(spec.sinks),
     }  # fmt: skip

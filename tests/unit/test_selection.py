@@ -322,6 +322,17 @@ def test_only_the_same_batch_is_at_distance_zero():
     assert selection.workload_distance(one, doubled) == selection.workload_distance(doubled, one) > 0.5
 
 
+def test_where_no_kernel_serves_the_reference_path_is_the_answer_with_its_reason_and_time(db):
+    save(db, rule(), layout=LAYOUT)  # whatever was tuned
+    spec = SPEC.replace(kv_dtype="float16", q_dtype="float16", kv_zero_points=True, kv_scale_granularity="tensor")
+    chosen = db.select(spec, LAYOUT, SM_90, DECODE)
+    why = "zero points belong to int8 and int4 caches, not float16"
+    assert chosen.reason == f"the reference path serves: {why}"
+    assert (chosen.evidence["kind"], chosen.evidence["why"], chosen.evidence["time"]) == ("reference", why, "predicted")
+    served = db.select(SPEC, LAYOUT, SM_90, DECODE)
+    assert chosen.predicted_us > 2 * served.predicted_us
+
+
 def test_clauses_that_repeat_the_next_are_merged_and_every_cell_keeps_its_variant():
     a, b, c = (CppVariant(split_tokens=n) for n in (512, 1024, 2048))
     table = {

@@ -1,0 +1,282 @@
+// The products of the stream way over caches of int8 and int4 where the CPU multiplies bytes (AVX512_VNNI): nothing
+// is converted. The other side of a product has 16 bits, as two planes of bytes, and every sum is exact.
+//
+//   scores   a row of q times 32512 / max|q|, to the nearest integer, and keys made unsigned by adding 128 (8 for
+//            int4), which adds that times the row's sum
+//   values   weights times 32512 / their maximum in the tile, and values made unsigned; a word has four tokens
+//
+// A score is off by at most 2^-16 max|q| sum|k|, a weight by 2^-16 of the tile's largest: less than rounding a weight
+// to bf16 takes.
+#pragma once
+
+#include "rows.hpp"
+
+namespace pagegen {
+namespace {
+
+template <class C> struct Bytes : TileRows<C> {
+  using Base = TileRows<C>;
+  using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
+  using typename Base::M, typename Base::Q, typename Base::Rows, typename Base::State;
+  using Base::D, Base::DV, Base::OUT, Base::R, Base::TILE, Base::ZEROS;
+
+  static constexpr bool PACKED = std::is_same_v<KV, s4x2>, INTEGERS = PACKED || std::is_same_v<KV, s8>;
+#if defined(PAGEGEN_VNNI)
+  // float32 queries keep their 24 bits; past 256 elements a sum could overflow
+  static constexpr bool SERVES = C::dot && INTEGERS && !std::is_same_v<Q, float> && D % 16 == 0 && D <= 256;
+#else
+  static constexpr bool SERVES = false;
+#endif
+  static constexpr int PER_BYTE = PACKED ? 2 : 1;
+  static constexpr int OFFSET = PACKED ? 8 : 128; // what makes a key or a value unsigned
+  static constexpr int MOST = 127 * 256;          // of what has two planes: the high byte is signed, and rounds up
+  static constexpr int PIECES = ceil_div(D, 64 * PER_BYTE); // of 64 bytes of a key
+  static constexpr int GP = R <= 1 ? 1 : R <= 2 ? 2 : R <= 4 ? 4 : 8;
+  static constexpr int TOKENS = std::max(1, W / GP), SUMS = GP * TOKENS; // scored at once
+  // A pass makes 32 columns of the sums: two vectors.
+  static constexpr int PASSES = ceil_div(DV, 64 * PER_BYTE) * 2 * PER_BYTE;
+  static constexpr int WIDTH = PASSES * 2 * W;
+
+  struct Query { // R rows of one query
+    alignas(64) int8_t high[R][PIECES][PER_BYTE][64], low[R][PIECES][PER_BYTE][64]; // int4: even, odd elements
+    alignas(64) float unit[SUMS], offset[SUMS]; // a score is (sum - offset) * unit
+    float sum[R]; // of a row's elements, which zero points are multiplied by
+  };
+
+  struct Weights {
+    alignas(64) float weight[R][TILE];
+    alignas(64) int8_t high[R][TILE], low[R][TILE];
+    float unit[R], offset[R];
+  };
+  static PAGEGEN_INLINE float* weights_of(Weights& w, int g) { return w.weight[g]; }
+
+#if defined(PAGEGEN_VNNI)
+  // N floats as two planes of bytes; returns what an integer is worth, NaN where a float is not finite, and the
+  // integers' sum.
+  template <int N> static PAGEGEN_INLINE float to_planes(const float* x, int8_t* high, int8_t* low, int32_t& total) {
+    vi top = vi{}; // magnitudes compare as integers, infinity and NaN are the largest
+    for (int i = 0; i < N; i += W) {
+      const vi size = as_int(load(x + i)) & 0x7fffffff;
+      top = (vi)_mm512_max_epi32((__m512i)top, (__m512i)size);
+    }
+    const float most = std::bit_cast<float>(_mm512_reduce_max_epi32((__m512i)top));
+    const float up = most > 0.0f && most < Base::INF ? MOST / most : 0.0f;
+    vi sum = vi{};
+    for (int i = 0; i < N; i += W) {
+      const vi whole = (vi)_mm512_cvtps_epi32((__m512)(load(x + i) * up)), upper = (whole + 128) >> 8;
+      _mm_store_si128((__m128i*)(high + i), _mm512_cvtepi32_epi8((__m512i)upper));
+      _mm_store_si128((__m128i*)(low + i), _mm512_cvtepi32_epi8((__m512i)whole)); // less 256 times the upper one
+      sum += whole;
+    }
+    total = _mm512_reduce_add_epi32((__m512i)sum);
+    return most < Base::INF ? most / MOST : __builtin_nanf("");
+  }
+
+  static void load_query(const Args& a, int64_t token, int head, Query& q) {
+    std::memset(&q, 0, sizeof q);
+    for (int g = 0; g < R; g++) {
+      const Q* from = (const Q*)a.q + token * a.q_token_stride + (head + g) * a.q_head_stride;
+      alignas(64) float x[D];
+      alignas(64) int8_t high[D], low[D];
+      vf sum = vf{};
+      for (int i = 0; i < D; i += W) {
+        const vf loaded = load_float(from + i);
+        store(x + i, loaded);
+        sum = sum + loaded;
+      }
+      q.sum[g] = sum_lanes(sum);
+      int32_t total;
+      const float unit = to_planes<D>(x, high, low, total);
+      for (int i = 0; i < D; i++) {
+        const int byte = i / PER_BYTE;
+        q.high[g][byte / 64][i % PER_BYTE][byte % 64] = high[i];
+        q.low[g][byte / 64][i % PER_BYTE][byte % 64] = low[i];
+      }
+      std::fill_n(q.unit + g * TOKENS, TOKENS, unit);
+      std::fill_n(q.offset + g * TOKENS, TOKENS, (float)total * OFFSET);
+    }
+  }
+
+  // N bytes, unsigned; int4: of its even and of its odd elements. What is past them meets zeroes.
+  template <int N> static PAGEGEN_INLINE void load_unsigned(const KV* p, __m512i* out) {
+    to_unsigned(N == 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << (N % 64)) - 1, p), out);
+  }
+  static PAGEGEN_INLINE void to_unsigned(__m512i x, __m512i* out) {
+    const __m512i bytes = _mm512_xor_si512(x, _mm512_set1_epi8((char)(PACKED ? 0x88 : 0x80)));
+    if constexpr (PACKED) {
+      const __m512i nibble = _mm512_set1_epi8(15);
+      out[0] = _mm512_and_si512(bytes, nibble);
+      out[1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+    } else {
+      out[0] = bytes;
+    }
+  }
+
+  // in a register: g++ would load it anew for every product, and loads are what there are too few of
+  static PAGEGEN_INLINE __m512i kept(const int8_t* p) {
+    __m512i x = _mm512_load_si512(p);
+    asm("" : "+v"(x));
+    return x;
+  }
+
+  static void scores(const Rows& k, AheadK next, const Query& q, float (*score)[TILE]) {
+    vi held[SUMS] = {}; // of the tokens before t: see Words
+    for (int t = 0; t < TILE; t += TOKENS) {
+      vi sum[SUMS] = {};
+      __m512i key[TOKENS][PIECES][PER_BYTE];
+      next.template ask<TOKENS, 1>(t, 0);
+#pragma GCC unroll 16
+      for (int j = 0; j < TOKENS; j++) {
+        const KV* row = k.row(t + j);
+#pragma GCC unroll 4
+        for (int i = 0; i + 1 < PIECES; i++) load_unsigned<64>(row + i * 64, key[j][i]);
+        load_unsigned<D / PER_BYTE - (PIECES - 1) * 64>(row + (PIECES - 1) * 64, key[j][PIECES - 1]);
+      }
+      const auto add = [&](const int8_t (*plane)[PIECES][PER_BYTE][64]) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int i = 0; i < PIECES; i++)
+#pragma GCC unroll 2
+          for (int n = 0; n < PER_BYTE; n++)
+#pragma GCC unroll 8
+            for (int g = 0; g < R; g++) {
+              const __m512i query = kept(plane[g][i][n]);
+#pragma GCC unroll 16
+              for (int j = 0; j < TOKENS; j++) {
+                vi& s = sum[g * TOKENS + j];
+                s = (vi)_mm512_dpbusd_epi32((__m512i)s, key[j][i][n], query);
+              }
+            }
+      };
+      add(q.high);
+      leave_sums(held, std::max(t - TOKENS, 0), q, score);
+#pragma GCC unroll 16
+      for (int i = 0; i < SUMS; i++) sum[i] = sum[i] << 8;
+      add(q.low);
+#pragma GCC unroll 16
+      for (int i = 0; i < SUMS; i++) held[i] = sum[i];
+    }
+    leave_sums(held, TILE - TOKENS, q, score);
+  }
+
+  static PAGEGEN_INLINE void leave_sums(const vi* sum, int t, const Query& q, float (*score)[TILE]) {
+    alignas(64) float all[SUMS];
+#pragma GCC unroll 8
+    for (int i = 0; i < SUMS; i += W) {
+      const vf whole = __builtin_convertvector(sum_each(sum + i), vf);
+      store(all + i, (whole - load(q.offset + i)) * load(q.unit + i));
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < R; g++) std::memcpy(&score[g][t], all + g * TOKENS, TOKENS * sizeof(float));
+  }
+
+  // A row's weights as integers. What zero points add follows the weights as rounded: it cancels.
+  static PAGEGEN_INLINE void prepare(Weights& w, int g, const Factors& f, State& state) {
+    int32_t total;
+    w.unit[g] = to_planes<TILE>(w.weight[g], w.high[g], w.low[g], total);
+    w.offset[g] = (float)total * OFFSET;
+    if constexpr (ZEROS) {
+      vf shift = vf{};
+      for (int t = 0; t < TILE; t += W) {
+        const vi upper = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.high[g] + t)));
+        const vi lower = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.low[g] + t)));
+        const vf rounded = __builtin_convertvector(upper * 256 + lower, vf) * w.unit[g];
+        shift = fma(rounded - load(w.weight[g] + t), load(f.v_zero + t), shift);
+      }
+      state.shift += sum_lanes(shift);
+    }
+  }
+
+  // Of one pass: two vectors of words, each word with four tokens' values of one column.
+  template <int PASS> static PAGEGEN_INLINE void load_values(const KV* const* row, __m512i* out) {
+    constexpr int GROUP = PASS / (2 * PER_BYTE) * 64, LEFT = std::min(64, DV / PER_BYTE - GROUP);
+    constexpr bool UPPER = PASS / PER_BYTE % 2;
+    __m512i x[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+      x[j] = LEFT == 64 ? _mm512_loadu_si512(row[j] + GROUP)
+                        : _mm512_maskz_loadu_epi8((1ull << (LEFT % 64)) - 1, row[j] + GROUP);
+    const auto turn = [](__m512i a, __m512i b) __attribute__((always_inline)) {
+      return UPPER ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b);
+    };
+    const __m512i left = turn(x[0], x[1]), right = turn(x[2], x[3]);
+    if constexpr (PACKED) {
+      to_unsigned(PASS % 2 ? _mm512_unpackhi_epi16(left, right) : _mm512_unpacklo_epi16(left, right), out);
+    } else {
+      to_unsigned(_mm512_unpacklo_epi16(left, right), out);
+      to_unsigned(_mm512_unpackhi_epi16(left, right), out + 1);
+    }
+  }
+
+  static constexpr int ROW_PART = even_part(R, 4), ROW_REST = R % ROW_PART;
+  static constexpr int BLOCKS = PASSES * ceil_div(R, ROW_PART);
+
+  template <int ROWS, int PASS>
+  static PAGEGEN_INLINE void block(const Rows& v, AheadV& next, int r0, const Weights& w, const float* decay,
+                                   float (*sums)[WIDTH]) {
+    vi high[ROWS][2] = {}, low[ROWS][2] = {};
+    for (int t = 0; t < TILE; t += 4) {
+      next.template ask<4, BLOCKS>(t, PASS * ceil_div(R, ROW_PART) + r0 / ROW_PART);
+      const KV* row[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) row[j] = v.row(t + j);
+      __m512i value[2];
+      load_values<PASS>(row, value);
+      const auto word = [&](const int8_t* from) __attribute__((always_inline)) {
+        int32_t x;
+        std::memcpy(&x, from + t, 4);
+        return _mm512_set1_epi32(x);
+      };
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        const __m512i upper = word(w.high[r0 + r]), lower = word(w.low[r0 + r]);
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+          high[r][i] = (vi)_mm512_dpbusd_epi32((__m512i)high[r][i], value[i], upper);
+          low[r][i] = (vi)_mm512_dpbusd_epi32((__m512i)low[r][i], value[i], lower);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++) {
+        float* to = sums[r0 + r] + (PASS * 2 + i) * W;
+        const vf sum = __builtin_convertvector((high[r][i] << 8) + low[r][i], vf) - w.offset[r0 + r];
+        store(to, fma(load(to), splat(decay[r0 + r]), sum * w.unit[r0 + r]));
+      }
+  }
+
+  // sums = sums * decay + the tile's
+  static void values(const Rows& v, AheadV next, const Weights& w, const float* decay, float (*sums)[WIDTH]) {
+    const auto one = [&]<int PASS>() __attribute__((always_inline)) {
+      for (int r = 0; r + ROW_PART <= R; r += ROW_PART) block<ROW_PART, PASS>(v, next, r, w, decay, sums);
+      if constexpr (ROW_REST > 0) block<ROW_REST, PASS>(v, next, R - ROW_REST, w, decay, sums);
+    };
+    [&]<int... PASS>(std::integer_sequence<int, PASS...>) {
+      (one.template operator()<PASS>(), ...);
+    }(std::make_integer_sequence<int, PASSES>{});
+  }
+
+  // The sums in the order that `finish` expects. Unpacking bytes and then pairs of bytes spreads a group of 64 over its
+  // passes: see load_values.
+  struct Order {
+    int32_t from[OUT];
+    constexpr Order() : from{} {
+      for (int column = 0; column < DV; column++) {
+        const int byte = column / PER_BYTE, odd = column % PER_BYTE, r = byte % 64;
+        const int quarter = r / 16, half = r % 16 / 8, quad = r % 8 / 4; // of 16 bytes, of 8, of 4
+        const int pass = (byte / 64 * 2 + half) * PER_BYTE + (PACKED ? quad : 0);
+        from[M::place(column)] = (pass * 2 + (PACKED ? odd : quad)) * W + quarter * 4 + r % 4;
+      }
+    }
+  };
+  static constexpr Order kOrder{};
+  static PAGEGEN_INLINE const float* ordered(const float* sums, float* row) {
+    for (int c = 0; c < OUT; c++) row[c] = sums[kOrder.from[c]];
+    return row;
+  }
+#endif
+};
+
+} // namespace
+} // namespace pagegen

@@ -1,0 +1,98 @@
+// The rows of one tile of K or V and one head, as the stream way reads them and asks for them ahead.
+#pragma once
+
+#include "ends.hpp"
+
+namespace pagegen {
+namespace {
+
+template <class C> struct TileRows : Ends<C> {
+  using Base = Ends<C>;
+  using typename Base::Args, typename Base::KV, typename Base::Tile;
+  using Base::D, Base::DV, Base::RUN, Base::RUNS, Base::TILE;
+
+  // Where the rows of a tile lie, by lane (see Lanes): found once for all heads, since the way to a row is long beside
+  // the two products that a row is used in.
+  struct Places {
+    int64_t k[TILE], v[C::shared_kv ? 1 : TILE]; // in elements, from head 0
+  };
+  static void find_places(const Args& a, const Tile& tile, Places& to) {
+    for (int i = 0; i < RUNS; i++)
+      for (int j = 0; j < RUN; j++) {
+        const int lane = Base::kStreamed.lane[i * RUN + j];
+        to.k[lane] = tile.k[i] + j * a.k_slot_stride;
+        if constexpr (!C::shared_kv) to.v[lane] = tile.v[i] + j * a.v_slot_stride;
+      }
+  }
+
+  struct Rows { // of one head
+    const KV* base;
+    const int64_t* place;
+    PAGEGEN_INLINE const KV* row(int lane) const { return base + place[lane]; }
+  };
+
+  // Asks for the lines of a later tile, a few at every step of the arithmetic: asked in bursts they fill the queue of
+  // misses, where loads of the present tile then wait too (evenly asked: 6% more bandwidth on one thread).
+  template <int WIDTH> struct Ahead {
+    static constexpr int LINES = ceil_div(WIDTH / kPack<KV> * (int)sizeof(KV), 64); // of one head's row
+    const Rows& rows;
+    const int row_lines; // asked for of a row: one head's, or of all heads together
+    int lane, line = 0;  // the next one, where tokens are asked for whole
+
+    // The lines that belong to STEP tokens from t on, in one of PASSES passes over the tile.
+    template <int STEP, int PASSES> PAGEGEN_INLINE void ask(int t, int pass) {
+      if constexpr (C::prefetch_tiles > 0 && LINES > 0) {
+        constexpr int MANY = ceil_div(LINES * STEP, PASSES), PART = MANY < LINES ? fitting(MANY) : LINES;
+        constexpr int COUNT = round_up(MANY, PART);
+        const int first = (pass * (TILE / STEP) + t / STEP) * COUNT;
+#pragma GCC unroll 16
+        for (int i = 0; i < COUNT; i += PART) {
+          if constexpr (C::prefetch_tokens) {
+            if (lane >= TILE) return;
+            ask_for<PART>(lane, line);
+            if ((line += PART) >= row_lines) {
+              line = 0;
+              lane++;
+            }
+          } else {
+            if (COUNT * PASSES != LINES * STEP && first + i >= TILE * LINES) return;
+            ask_for<PART>((first + i) / LINES, (first + i) % LINES);
+          }
+        }
+      }
+    }
+    template <int COUNT> PAGEGEN_INLINE void ask_for(int lane, int line) const {
+      const char* from = (const char*)rows.row(lane) + line * 64;
+#pragma GCC unroll 16
+      for (int j = 0; j < COUNT; j++) Base::prefetch_line(from + j * 64);
+    }
+    static constexpr int fitting(int count) { // the next divisor of LINES
+      while (LINES % count) count++;
+      return count;
+    }
+  };
+  using AheadK = Ahead<D>;
+  using AheadV = Ahead<C::shared_kv ? 0 : DV>; // a shared cache's values were asked for as keys
+
+  // Copies the live rows of a partial tile and zeroes the others: what lies in unused slots (NaN, perhaps) is
+  // never multiplied, not even by 0.
+  template <int WIDTH> static Rows stage(const Rows& from, const Tile& tile, KV* buffer) {
+    constexpr int STORED = WIDTH / kPack<KV>;
+    for (int lane = 0; lane < TILE; lane++) {
+      KV* to = buffer + lane * STORED;
+      if (tile.live(Base::kStreamed.token[lane])) std::memcpy(to, from.row(lane), STORED * sizeof(KV));
+      else std::memset((void*)to, 0, STORED * sizeof(KV));
+    }
+    return {buffer, kStaged<STORED>.place};
+  }
+  template <int STORED> struct Staged {
+    int64_t place[TILE];
+    constexpr Staged() : place{} {
+      for (int i = 0; i < TILE; i++) place[i] = i * STORED;
+    }
+  };
+  template <int STORED> static constexpr Staged<STORED> kStaged{};
+};
+
+} // namespace
+} // namespace pagegen

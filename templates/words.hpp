@@ -1,0 +1,157 @@
+// The products of the stream way over words: float32, or pairs of bf16 (products.hpp).
+#pragma once
+
+#include "rows.hpp"
+
+namespace pagegen {
+namespace {
+
+template <class C> struct Words : TileRows<C> {
+  using Base = TileRows<C>;
+  using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
+  using typename Base::M, typename Base::Rows, typename Base::State, typename Base::VWord, typename Base::Word;
+  using Base::D, Base::DV, Base::OUT, Base::R, Base::TILE, Base::VECTORS, Base::KEY_FULL, Base::KEY_LANES;
+  using Base::KEY_TAIL, Base::VALUE_LANES, Base::VALUE_TAIL;
+  using Weight = typename Base::Weight;
+
+  static constexpr int GP = R <= 1 ? 1 : R <= 2 ? 2 : R <= 4 ? 4 : 8; // rows, so that sums fill whole vectors
+  static constexpr int TOKENS = std::max(1, W / GP), SUMS = GP * TOKENS; // scored at once
+
+  struct Query { // R rows of one query
+    alignas(64) Word word[R][Base::KEY_WORDS];
+    float sum[R]; // of a row's elements, which zero points are multiplied by
+  };
+
+  static void load_query(const Args& a, int64_t token, int head, Query& q) {
+    for (int g = 0; g < R; g++) q.sum[g] = Base::load_query(a, token, head + g, q.word[g]);
+  }
+
+  // Adding up across lanes is a long chain: it is done for the tokens before, beside the products of the next ones.
+  static void scores(const Rows& k, AheadK next, const Query& q, float (*score)[TILE]) {
+    vf held[SUMS] = {}; // of the tokens before t
+    for (int t = 0; t < TILE; t += TOKENS) {
+      const KV* row[TOKENS];
+      vf sum[SUMS] = {};
+      next.template ask<TOKENS, 1>(t, 0);
+#pragma GCC unroll 16
+      for (int j = 0; j < TOKENS; j++) row[j] = k.row(t + j);
+      const auto add = [&]<int VECTORS>(auto loader, int vector) __attribute__((always_inline)) {
+        VWord key[TOKENS][VECTORS];
+#pragma GCC unroll 16
+        for (int j = 0; j < TOKENS; j++) loader(Base::at(row[j], vector * KEY_LANES), key[j]);
+#pragma GCC unroll 8
+        for (int g = 0; g < R; g++) {
+#pragma GCC unroll 2
+          for (int i = 0; i < VECTORS; i++) {
+            const VWord query = M::load_words(q.word[g] + (vector + i) * W);
+#pragma GCC unroll 16
+            for (int j = 0; j < TOKENS; j++) sum[g * TOKENS + j] = M::dot(sum[g * TOKENS + j], key[j][i], query);
+          }
+        }
+      };
+      constexpr int AT_ONCE = M::key_vectors, MANY = KEY_FULL / AT_ONCE * AT_ONCE;
+      const auto load = [](const KV* p, VWord* out) __attribute__((always_inline)) { M::load_keys(p, out); };
+      if constexpr (MANY > 0) add.template operator()<AT_ONCE>(load, 0);
+      leave_sums(held, std::max(t - TOKENS, 0), score);
+#pragma GCC unroll 4
+      for (int i = AT_ONCE; i < MANY; i += AT_ONCE) add.template operator()<AT_ONCE>(load, i);
+      if constexpr (MANY < KEY_FULL)
+        add.template operator()<1>([](const KV* p, VWord* out) { *out = M::template load_row<KEY_LANES>(p); }, MANY);
+      if constexpr (KEY_TAIL > 0)
+        add.template operator()<1>([](const KV* p, VWord* out) { *out = M::template load_row<KEY_TAIL>(p); }, KEY_FULL);
+#pragma GCC unroll 16
+      for (int i = 0; i < SUMS; i++) held[i] = sum[i];
+    }
+    leave_sums(held, TILE - TOKENS, score);
+  }
+
+  static PAGEGEN_INLINE void leave_sums(const vf* sum, int t, float (*score)[TILE]) {
+    alignas(64) float all[SUMS];
+#pragma GCC unroll 8
+    for (int i = 0; i < SUMS; i += W) store(all + i, sum_each(sum + i));
+#pragma GCC unroll 8
+    for (int g = 0; g < R; g++) std::memcpy(&score[g][t], all + g * TOKENS, TOKENS * sizeof(float));
+  }
+
+  struct Weights {
+    alignas(64) Weight weight[R][TILE];
+  };
+  static PAGEGEN_INLINE Weight* weights_of(Weights& w, int g) { return w.weight[g]; }
+  static PAGEGEN_INLINE void prepare(Weights&, int, const Factors&, State&) {}
+
+  // Whole value rows at a time where the registers allow: half a row a time costs bandwidth. Narrow elements are
+  // converted once for more rows instead.
+  static constexpr int ROWS_AT_ONCE = std::min(R, sizeof(KV) == 1 ? 8 : 2);
+  static constexpr int COLUMNS_AT_MOST = kAccumulators / ROWS_AT_ONCE / M::value_vectors * M::value_vectors;
+  static constexpr int COLUMN_PART =
+      round_up(even_part(VECTORS, std::max(M::value_vectors, COLUMNS_AT_MOST)), M::value_vectors);
+  static constexpr int COLUMN_REST = VECTORS % COLUMN_PART;
+  static constexpr int ROW_PART = even_part(R, std::max(1, kAccumulators / COLUMN_PART));
+  static constexpr int ROW_REST = R % ROW_PART;
+  static constexpr int BLOCKS = ceil_div(VECTORS, COLUMN_PART) * ceil_div(R, ROW_PART);
+
+  // Sums of rows r0 .. r0 + ROWS over COLUMNS accumulator vectors from column c0 on, kept in registers.
+  template <int ROWS, int COLUMNS>
+  static PAGEGEN_INLINE void block(const Rows& v, AheadV& next, int pass, int r0, int c0, const Weights& weights,
+                                   const float* decay, float (*sums)[OUT]) {
+    vf sum[ROWS][COLUMNS];
+#pragma GCC unroll 24
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 24
+      for (int c = 0; c < COLUMNS; c++) sum[r][c] = vf{};
+    for (int t = 0; t < TILE; t += M::step) {
+      next.template ask<M::step, BLOCKS>(t, pass);
+      const KV* row[M::step];
+#pragma GCC unroll 2
+      for (int j = 0; j < M::step; j++) row[j] = v.row(t + j);
+      VWord p[ROWS];
+#pragma GCC unroll 24
+      for (int r = 0; r < ROWS; r++) {
+        Word word;
+        std::memcpy(&word, &weights.weight[r0 + r][t], sizeof(Word));
+        p[r] = M::broadcast(word);
+      }
+#pragma GCC unroll 24
+      for (int c = 0; c < COLUMNS; c += M::value_vectors) {
+        VWord value[M::value_vectors];
+        const int column = c0 + c * W;
+        if (VALUE_TAIL == 0 || column + VALUE_LANES <= DV) Base::template load_values<VALUE_LANES>(row, column, value);
+        else if constexpr (VALUE_TAIL > 0) Base::template load_values<VALUE_TAIL>(row, column, value);
+#pragma GCC unroll 24
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+          for (int i = 0; i < M::value_vectors; i++) sum[r][c + i] = M::dot(sum[r][c + i], value[i], p[r]);
+      }
+    }
+#pragma GCC unroll 24
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 24
+      for (int c = 0; c < COLUMNS; c++) {
+        float* to = &sums[r0 + r][c0 + c * W];
+        store(to, fma(load(to), splat(decay[r0 + r]), sum[r][c])); // older sums last: fewer roundings of large numbers
+      }
+  }
+
+  template <int COLUMNS>
+  static void column(const Rows& v, AheadV& next, int pass, int c0, const Weights& weights, const float* decay,
+                     float (*sums)[OUT]) {
+    for (int r = 0; r + ROW_PART <= R; r += ROW_PART)
+      block<ROW_PART, COLUMNS>(v, next, pass++, r, c0, weights, decay, sums);
+    if constexpr (ROW_REST > 0) block<ROW_REST, COLUMNS>(v, next, pass, R - ROW_REST, c0, weights, decay, sums);
+  }
+
+  // sums = sums * decay + the tile's
+  static void values(const Rows& v, AheadV next, const Weights& weights, const float* decay, float (*sums)[OUT]) {
+    constexpr int ROW_PARTS = ceil_div(R, ROW_PART), MANY = VECTORS / COLUMN_PART;
+    for (int i = 0; i < MANY; i++)
+      column<COLUMN_PART>(v, next, i * ROW_PARTS, i * COLUMN_PART * W, weights, decay, sums);
+    if constexpr (COLUMN_REST > 0)
+      column<COLUMN_REST>(v, next, MANY * ROW_PARTS, MANY * COLUMN_PART * W, weights, decay, sums);
+  }
+
+  static constexpr int WIDTH = OUT; // of a row of sums
+  static PAGEGEN_INLINE const float* ordered(const float* sums, float*) { return sums; }
+};
+
+} // namespace
+} // namespace pagegen

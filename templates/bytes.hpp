@@ -17,7 +17,7 @@ namespace {
 template <class C> struct Bytes : TileRows<C> {
   using Base = TileRows<C>;
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
-  using typename Base::M, typename Base::Q, typename Base::Rows, typename Base::State;
+  using typename Base::M, typename Base::Q, typename Base::Rows, typename Base::Span, typename Base::State;
   using Base::D, Base::DV, Base::OUT, Base::R, Base::TILE, Base::ZEROS;
 
   static constexpr bool PACKED = std::is_same_v<KV, s4x2>, INTEGERS = PACKED || std::is_same_v<KV, s8>;
@@ -51,18 +51,18 @@ template <class C> struct Bytes : TileRows<C> {
   static PAGEGEN_INLINE float* weights_of(Weights& w, int g) { return w.weight[g]; }
 
 #if defined(PAGEGEN_VNNI)
-  // N floats as two planes of bytes; returns what an integer is worth, NaN where a float is not finite, and the
+  // Floats as two planes of bytes; returns what an integer is worth, NaN where a float is not finite, and the
   // integers' sum.
-  template <int N> static PAGEGEN_INLINE float to_planes(const float* x, int8_t* high, int8_t* low, int32_t& total) {
+  static PAGEGEN_INLINE float to_planes(const float* x, Span span, int8_t* high, int8_t* low, int32_t& total) {
     vi top = vi{}; // magnitudes compare as integers, infinity and NaN are the largest
-    for (int i = 0; i < N; i += W) {
+    for (int i = span.begin; i < span.end; i += W) {
       const vi size = as_int(load(x + i)) & 0x7fffffff;
       top = (vi)_mm512_max_epi32((__m512i)top, (__m512i)size);
     }
     const float most = std::bit_cast<float>(_mm512_reduce_max_epi32((__m512i)top));
     const float up = most > 0.0f && most < Base::INF ? MOST / most : 0.0f;
     vi sum = vi{};
-    for (int i = 0; i < N; i += W) {
+    for (int i = span.begin; i < span.end; i += W) {
       const vi whole = (vi)_mm512_cvtps_epi32((__m512)(load(x + i) * up)), upper = (whole + 128) >> 8;
       _mm_store_si128((__m128i*)(high + i), _mm512_cvtepi32_epi8((__m512i)upper));
       _mm_store_si128((__m128i*)(low + i), _mm512_cvtepi32_epi8((__m512i)whole)); // less 256 times the upper one
@@ -86,7 +86,7 @@ template <class C> struct Bytes : TileRows<C> {
       }
       q.sum[g] = sum_lanes(sum);
       int32_t total;
-      const float unit = to_planes<D>(x, high, low, total);
+      const float unit = to_planes(x, {0, D}, high, low, total);
       for (int i = 0; i < D; i++) {
         const int byte = i / PER_BYTE;
         q.high[g][byte / 64][i % PER_BYTE][byte % 64] = high[i];
@@ -119,9 +119,9 @@ template <class C> struct Bytes : TileRows<C> {
     return x;
   }
 
-  static void scores(const Rows& k, AheadK next, const Query& q, float (*score)[TILE]) {
+  static void scores(const Rows& k, AheadK next, const Query& q, Span span, float (*score)[TILE]) {
     vi held[SUMS] = {}; // of the tokens before t: see Words
-    for (int t = 0; t < TILE; t += TOKENS) {
+    for (int t = span.begin; t < span.end; t += TOKENS) {
       vi sum[SUMS] = {};
       __m512i key[TOKENS][PIECES][PER_BYTE];
       next.template ask<TOKENS, 1>(t, 0);
@@ -148,14 +148,14 @@ template <class C> struct Bytes : TileRows<C> {
             }
       };
       add(q.high);
-      leave_sums(held, std::max(t - TOKENS, 0), q, score);
+      leave_sums(held, std::max(t - TOKENS, span.begin), q, score);
 #pragma GCC unroll 16
       for (int i = 0; i < SUMS; i++) sum[i] = sum[i] << 8;
       add(q.low);
 #pragma GCC unroll 16
       for (int i = 0; i < SUMS; i++) held[i] = sum[i];
     }
-    leave_sums(held, TILE - TOKENS, q, score);
+    leave_sums(held, span.end - TOKENS, q, score);
   }
 
   static PAGEGEN_INLINE void leave_sums(const vi* sum, int t, const Query& q, float (*score)[TILE]) {
@@ -170,13 +170,13 @@ template <class C> struct Bytes : TileRows<C> {
   }
 
   // A row's weights as integers. What zero points add follows the weights as rounded: it cancels.
-  static PAGEGEN_INLINE void prepare(Weights& w, int g, const Factors& f, State& state) {
+  static PAGEGEN_INLINE void prepare(Weights& w, int g, Span span, const Factors& f, State& state) {
     int32_t total;
-    w.unit[g] = to_planes<TILE>(w.weight[g], w.high[g], w.low[g], total);
+    w.unit[g] = to_planes(w.weight[g], span, w.high[g], w.low[g], total);
     w.offset[g] = (float)total * OFFSET;
     if constexpr (ZEROS) {
       vf shift = vf{};
-      for (int t = 0; t < TILE; t += W) {
+      for (int t = span.begin; t < span.end; t += W) {
         const vi upper = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.high[g] + t)));
         const vi lower = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.low[g] + t)));
         const vf rounded = __builtin_convertvector(upper * 256 + lower, vf) * w.unit[g];
@@ -211,10 +211,10 @@ template <class C> struct Bytes : TileRows<C> {
   static constexpr int BLOCKS = PASSES * ceil_div(R, ROW_PART);
 
   template <int ROWS, int PASS>
-  static PAGEGEN_INLINE void block(const Rows& v, AheadV& next, int r0, const Weights& w, const float* decay,
+  static PAGEGEN_INLINE void block(const Rows& v, AheadV& next, Span span, int r0, const Weights& w, const float* decay,
                                    float (*sums)[WIDTH]) {
     vi high[ROWS][2] = {}, low[ROWS][2] = {};
-    for (int t = 0; t < TILE; t += 4) {
+    for (int t = span.begin; t < span.end; t += 4) {
       next.template ask<4, BLOCKS>(t, PASS * ceil_div(R, ROW_PART) + r0 / ROW_PART);
       const KV* row[4];
 #pragma GCC unroll 4
@@ -247,10 +247,11 @@ template <class C> struct Bytes : TileRows<C> {
   }
 
   // sums = sums * decay + the tile's
-  static void values(const Rows& v, AheadV next, const Weights& w, const float* decay, float (*sums)[WIDTH]) {
+  static void values(const Rows& v, AheadV next, Span span, const Weights& w, const float* decay,
+                     float (*sums)[WIDTH]) {
     const auto one = [&]<int PASS>() __attribute__((always_inline)) {
-      for (int r = 0; r + ROW_PART <= R; r += ROW_PART) block<ROW_PART, PASS>(v, next, r, w, decay, sums);
-      if constexpr (ROW_REST > 0) block<ROW_REST, PASS>(v, next, R - ROW_REST, w, decay, sums);
+      for (int r = 0; r + ROW_PART <= R; r += ROW_PART) block<ROW_PART, PASS>(v, next, span, r, w, decay, sums);
+      if constexpr (ROW_REST > 0) block<ROW_REST, PASS>(v, next, span, R - ROW_REST, w, decay, sums);
     };
     [&]<int... PASS>(std::integer_sequence<int, PASS...>) {
       (one.template operator()<PASS>(), ...);

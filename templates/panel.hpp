@@ -142,7 +142,7 @@ template <class C> struct Panel : Ends<C> {
       scores(w.q[r0], w);
       float decay[MR];
       for (int r = 0; r < count; r++)
-        decay[r] = Base::weigh(a, item, (r0 + r) / G, item.head * G + (r0 + r) % G, t0, Base::kPlain, scale,
+        decay[r] = Base::weigh(a, item, (r0 + r) / G, item.head * G + (r0 + r) % G, t0, Base::kPlain, {0, TILE}, scale,
                                w.q_sum[r0 + r], w.factors, w.score[r], w.weight[r], w.state[r0 + r]);
       for (int r = count; r < MR; r++) {
         decay[r] = 1.0f;

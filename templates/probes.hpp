@@ -99,7 +99,8 @@ struct Walk {
     }
   }
 
-  PAGEGEN_INLINE const char* row(const char* head, const std::vector<int64_t>& runs, int64_t slot, int64_t token) const {
+  PAGEGEN_INLINE const char* row(const char* head, const std::vector<int64_t>& runs, int64_t slot,
+                                  int64_t token) const {
     return head + runs[token >> shift] + (token & ((int64_t(1) << shift) - 1)) * slot;
   }
 

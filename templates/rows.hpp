@@ -8,18 +8,24 @@ namespace {
 
 template <class C> struct TileRows : Ends<C> {
   using Base = Ends<C>;
-  using typename Base::Args, typename Base::KV, typename Base::Tile;
+  using typename Base::Args, typename Base::KV, typename Base::Lanes, typename Base::Span, typename Base::Tile;
   using Base::D, Base::DV, Base::RUN, Base::RUNS, Base::TILE;
 
-  // Where the rows of a tile lie, by lane (see Lanes): found once for all heads, since the way to a row is long beside
+  // A tile that is read where it lies is read in streams, one that is copied first is copied in order.
+  static PAGEGEN_INLINE const Lanes& lanes_of(const Tile& tile) {
+    return tile.live.whole() ? Base::kStreamed : Base::kPlain;
+  }
+
+  // Where the rows of a tile lie, by lane: found once for all heads, since the way to a row is long beside
   // the two products that a row is used in.
   struct Places {
     int64_t k[TILE], v[C::shared_kv ? 1 : TILE]; // in elements, from head 0
   };
   static void find_places(const Args& a, const Tile& tile, Places& to) {
+    const Lanes& lanes = lanes_of(tile);
     for (int i = 0; i < RUNS; i++)
       for (int j = 0; j < RUN; j++) {
-        const int lane = Base::kStreamed.lane[i * RUN + j];
+        const int lane = lanes.lane[i * RUN + j];
         to.k[lane] = tile.k[i] + j * a.k_slot_stride;
         if constexpr (!C::shared_kv) to.v[lane] = tile.v[i] + j * a.v_slot_stride;
       }
@@ -76,11 +82,11 @@ template <class C> struct TileRows : Ends<C> {
 
   // Copies the live rows of a partial tile and zeroes the others: what lies in unused slots (NaN, perhaps) is
   // never multiplied, not even by 0.
-  template <int WIDTH> static Rows stage(const Rows& from, const Tile& tile, KV* buffer) {
+  template <int WIDTH> static Rows stage(const Rows& from, const Tile& tile, Span span, KV* buffer) {
     constexpr int STORED = WIDTH / kPack<KV>;
-    for (int lane = 0; lane < TILE; lane++) {
-      KV* to = buffer + lane * STORED;
-      if (tile.live(Base::kStreamed.token[lane])) std::memcpy(to, from.row(lane), STORED * sizeof(KV));
+    for (int t = span.begin; t < span.end; t++) {
+      KV* to = buffer + t * STORED;
+      if (tile.live(t)) std::memcpy(to, from.row(t), STORED * sizeof(KV));
       else std::memset((void*)to, 0, STORED * sizeof(KV));
     }
     return {buffer, kStaged<STORED>.place};

@@ -10,7 +10,7 @@ template <class C> struct Softmax : Tiles<C> {
   using Base = Tiles<C>;
   using typename Base::Args;
   using typename Base::Factors;
-  using typename Base::Lanes;
+  using typename Base::Lanes, typename Base::Span;
   using Base::TILE, Base::TOKEN_SCALES, Base::ZEROS;
 
   static constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -22,6 +22,7 @@ template <class C> struct Softmax : Tiles<C> {
   };
 
   struct Row { // of a tile
+    Span span;
     int32_t begin, end;  // tokens of the tile that the row attends
     int32_t t0;          // position of the tile's first token
     int32_t position;    // of the query
@@ -45,7 +46,7 @@ template <class C> struct Softmax : Tiles<C> {
   // Which lanes the row attends, as -1 or 0, by the mask function and the tree.
   static void list_allowed(const Args& a, const Row& row, const Lanes& lanes, int32_t* allowed) {
     const Captured captured{a.captures};
-    for (int i = 0; i < TILE; i++) {
+    for (int i = row.span.begin; i < row.span.end; i++) {
       allowed[i] = -1;
       if constexpr (C::mask_mod)
         allowed[i] = -(int32_t)Modifiers::mask(captured, row.batch, row.head, row.position, row.t0 + lanes.token[i]);
@@ -76,7 +77,7 @@ template <class C> struct Softmax : Tiles<C> {
       store(score + i, x);
       top = larger(top, x);
     };
-    for (int i = 0; i < TILE; i += W) {
+    for (int i = row.span.begin; i < row.span.end; i += W) {
       vf x = load(score + i);
       if constexpr (ZEROS) x = x - load(f.k_zero + i) * q_sum;
       if constexpr (TOKEN_SCALES) x = x * load(f.k_scale + i);
@@ -94,14 +95,14 @@ template <class C> struct Softmax : Tiles<C> {
     }
     if constexpr (C::score_mod) {
       const Captured captured{a.captures};
-      for (int i = 0; i < TILE; i++)
+      for (int i = row.span.begin; i < row.span.end; i++)
         score[i] = Modifiers::score(captured, score[i], row.batch, row.head, row.position, row.t0 + lanes.token[i]);
-      for (int i = 0; i < TILE; i += W) limit(load(score + i) * LOG2E, i);
+      for (int i = row.span.begin; i < row.span.end; i += W) limit(load(score + i) * LOG2E, i);
     }
     const float max = std::max(state.max, max_lanes(top));
     const float decay = max == state.max ? 1.0f : exp2(state.max - max);
     vf sum = vf{}, shift = vf{};
-    for (int i = 0; i < TILE; i += W) {
+    for (int i = row.span.begin; i < row.span.end; i += W) {
       const vf x = load(score + i);
       vf w = select(x == -INF, vf{}, exp2(x - max)); // the maximum may be -inf itself
       sum = sum + w;
@@ -119,18 +120,18 @@ template <class C> struct Softmax : Tiles<C> {
   // registers: copied to memory and back it cost 3% of a prefill.
   template <class Weight>
   static PAGEGEN_INLINE float weigh(const Args& a, const Item& item, int query, int head, int32_t t0,
-                                    const Lanes& lanes, float scale, float q_sum, const Factors& f, float* score,
-                                    Weight* weight, State& state) {
+                                    const Lanes& lanes, Span span, float scale, float q_sum, const Factors& f,
+                                    float* score, Weight* weight, State& state) {
     const Keys keys = keys_in(a, item, query, head, t0);
     if (std::max(keys.begin, 0) >= std::min(keys.end, TILE)) {
-      std::memset((void*)weight, 0, TILE * sizeof(Weight));
+      std::memset((void*)(weight + span.begin), 0, (span.end - span.begin) * sizeof(Weight));
       return 1.0f;
     }
     const int32_t own = item.own - t0;
     const uint8_t* tree = nullptr;
     if (Base::own_in(a, item, t0)) tree = a.tree_mask + (int64_t)(item.token + query) * a.tree_stride - own;
     const float slope = C::alibi ? a.alibi_slopes[head] * LOG2E : 0.0f;
-    const Row row{keys.begin, keys.end, t0, item.position + query, item.sequence, head, slope, tree, own};
+    const Row row{span, keys.begin, keys.end, t0, item.position + query, item.sequence, head, slope, tree, own};
     if (keys.begin <= 0 && keys.end >= TILE && !tree && !C::mask_mod)
       return softmax<false>(a, row, lanes, scale, q_sum, f, score, weight, state);
     return softmax<true>(a, row, lanes, scale, q_sum, f, score, weight, state);

@@ -12,8 +12,8 @@ template <class C> using Products = std::conditional_t<Bytes<C>::SERVES, Bytes<C
 template <class C> struct Stream : Products<C> {
   using Base = Products<C>;
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
-  using typename Base::Places, typename Base::Query, typename Base::Rows, typename Base::State, typename Base::Tile;
-  using typename Base::Weights;
+  using typename Base::Lanes, typename Base::Places, typename Base::Query, typename Base::Rows, typename Base::Span;
+  using typename Base::State, typename Base::Tile, typename Base::Weights;
   using Base::AHEAD, Base::D, Base::DV, Base::FACTORS, Base::G, Base::OUT, Base::R, Base::STREAM_ROWS, Base::TILE;
   using Base::WIDTH;
 
@@ -53,8 +53,8 @@ template <class C> struct Stream : Products<C> {
   };
 
   // One tile and one KV head: every query of the item meets it.
-  static void one_tile(const Args& a, const Item& item, int h, int32_t t0, const Rows& k, const Rows& v,
-                       const Next& next, Scratch& w) {
+  static void one_tile(const Args& a, const Item& item, int h, int32_t t0, const Lanes& lanes, Span span, const Rows& k,
+                       const Rows& v, const Next& next, Scratch& w) {
     const int head = item.head + h;
     const float scale = a.scale * Base::head_scale(a.k_scale, head);
     Head& own = w.head[h];
@@ -63,15 +63,15 @@ template <class C> struct Stream : Products<C> {
       bool any = false; // heads differ only where a mask function says so
       for (int r = 0; r < (C::mask_range_by_head ? R : 1); r++) any |= Base::attends(a, item, query, first + r, t0);
       if (!any) continue;
-      Base::scores(k, next.keys(), own.query[i], w.score);
+      Base::scores(k, next.keys(), own.query[i], span, w.score);
       float decay[R];
       for (int r = 0; r < R; r++) {
         State& state = own.state[i][r];
-        decay[r] = Base::weigh(a, item, query, first + r, t0, Base::kStreamed, scale, own.query[i].sum[r], w.factors,
+        decay[r] = Base::weigh(a, item, query, first + r, t0, lanes, span, scale, own.query[i].sum[r], w.factors,
                                w.score[r], Base::weights_of(w.weights, r), state);
-        Base::prepare(w.weights, r, w.factors, state);
+        Base::prepare(w.weights, r, span, w.factors, state);
       }
-      Base::values(v, next.values(), w.weights, decay, own.sums[i]);
+      Base::values(v, next.values(), span, w.weights, decay, own.sums[i]);
     }
   }
 
@@ -114,16 +114,18 @@ template <class C> struct Stream : Products<C> {
                       whole,
                       item.heads,
                       whole ? h * TILE / item.heads : 0};
+      const Lanes& lanes = Base::lanes_of(here);
+      const Span span = Base::span_of(here.live);
       if (!here.live.whole()) {
-        k = Base::template stage<D>(k, here, w.k);
-        if constexpr (!C::shared_kv) v = Base::template stage<DV>(v, here, w.v);
+        k = Base::template stage<D>(k, here, span, w.k);
+        if constexpr (!C::shared_kv) v = Base::template stage<DV>(v, here, span, w.v);
       }
       if constexpr (C::shared_kv) v = k;
       if constexpr (FACTORS) {
         if (AHEAD) Base::prefetch_factors(a, w.tiles[there], item.head + (whole ? h : later_h), w.factors);
-        Base::load_factors(a, here, item.head + h, Base::kStreamed, w.factors);
+        Base::load_factors(a, here, item.head + h, lanes, w.factors);
       }
-      one_tile(a, item, h, tile * TILE, k, v, next, w);
+      one_tile(a, item, h, tile * TILE, lanes, span, k, v, next, w);
     }
     alignas(64) float row[OUT];
     for (int h = 0; h < item.heads; h++)

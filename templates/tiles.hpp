@@ -94,6 +94,14 @@ template <class C> struct Tiles : Plan<C> {
     }
   }
 
+  struct Span { // of lanes; whole steps of the arithmetic
+    int begin, end;
+  };
+  static constexpr int STEP = 16;
+  static PAGEGEN_INLINE Span span_of(const Live& live) {
+    return live.whole() ? Span{0, TILE} : Span{live.begin / STEP * STEP, round_up(live.end, STEP)};
+  }
+
   // The order of a tile's tokens: as they come, or lane t is token (t % streams) * STREAM + t / streams.
   struct Lanes {
     alignas(64) int32_t token[TILE];

@@ -9,7 +9,8 @@ namespace {
 template <class C> struct Words : TileRows<C> {
   using Base = TileRows<C>;
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
-  using typename Base::M, typename Base::Rows, typename Base::State, typename Base::VWord, typename Base::Word;
+  using typename Base::M, typename Base::Rows, typename Base::Span, typename Base::State, typename Base::VWord;
+  using typename Base::Word;
   using Base::D, Base::DV, Base::OUT, Base::R, Base::TILE, Base::VECTORS, Base::KEY_FULL, Base::KEY_LANES;
   using Base::KEY_TAIL, Base::VALUE_LANES, Base::VALUE_TAIL;
   using Weight = typename Base::Weight;
@@ -27,9 +28,9 @@ template <class C> struct Words : TileRows<C> {
   }
 
   // Adding up across lanes is a long chain: it is done for the tokens before, beside the products of the next ones.
-  static void scores(const Rows& k, AheadK next, const Query& q, float (*score)[TILE]) {
+  static void scores(const Rows& k, AheadK next, const Query& q, Span span, float (*score)[TILE]) {
     vf held[SUMS] = {}; // of the tokens before t
-    for (int t = 0; t < TILE; t += TOKENS) {
+    for (int t = span.begin; t < span.end; t += TOKENS) {
       const KV* row[TOKENS];
       vf sum[SUMS] = {};
       next.template ask<TOKENS, 1>(t, 0);
@@ -52,7 +53,7 @@ template <class C> struct Words : TileRows<C> {
       constexpr int AT_ONCE = M::key_vectors, MANY = KEY_FULL / AT_ONCE * AT_ONCE;
       const auto load = [](const KV* p, VWord* out) __attribute__((always_inline)) { M::load_keys(p, out); };
       if constexpr (MANY > 0) add.template operator()<AT_ONCE>(load, 0);
-      leave_sums(held, std::max(t - TOKENS, 0), score);
+      leave_sums(held, std::max(t - TOKENS, span.begin), score);
 #pragma GCC unroll 4
       for (int i = AT_ONCE; i < MANY; i += AT_ONCE) add.template operator()<AT_ONCE>(load, i);
       if constexpr (MANY < KEY_FULL)
@@ -62,7 +63,7 @@ template <class C> struct Words : TileRows<C> {
 #pragma GCC unroll 16
       for (int i = 0; i < SUMS; i++) held[i] = sum[i];
     }
-    leave_sums(held, TILE - TOKENS, score);
+    leave_sums(held, span.end - TOKENS, score);
   }
 
   static PAGEGEN_INLINE void leave_sums(const vf* sum, int t, float (*score)[TILE]) {
@@ -77,7 +78,7 @@ template <class C> struct Words : TileRows<C> {
     alignas(64) Weight weight[R][TILE];
   };
   static PAGEGEN_INLINE Weight* weights_of(Weights& w, int g) { return w.weight[g]; }
-  static PAGEGEN_INLINE void prepare(Weights&, int, const Factors&, State&) {}
+  static PAGEGEN_INLINE void prepare(Weights&, int, Span, const Factors&, State&) {}
 
   // Whole value rows at a time where the registers allow: half a row a time costs bandwidth. Narrow elements are
   // converted once for more rows instead.
@@ -92,14 +93,14 @@ template <class C> struct Words : TileRows<C> {
 
   // Sums of rows r0 .. r0 + ROWS over COLUMNS accumulator vectors from column c0 on, kept in registers.
   template <int ROWS, int COLUMNS>
-  static PAGEGEN_INLINE void block(const Rows& v, AheadV& next, int pass, int r0, int c0, const Weights& weights,
-                                   const float* decay, float (*sums)[OUT]) {
+  static PAGEGEN_INLINE void block(const Rows& v, AheadV& next, Span span, int pass, int r0, int c0,
+                                   const Weights& weights, const float* decay, float (*sums)[OUT]) {
     vf sum[ROWS][COLUMNS];
 #pragma GCC unroll 24
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 24
       for (int c = 0; c < COLUMNS; c++) sum[r][c] = vf{};
-    for (int t = 0; t < TILE; t += M::step) {
+    for (int t = span.begin; t < span.end; t += M::step) {
       next.template ask<M::step, BLOCKS>(t, pass);
       const KV* row[M::step];
 #pragma GCC unroll 2
@@ -133,20 +134,21 @@ template <class C> struct Words : TileRows<C> {
   }
 
   template <int COLUMNS>
-  static void column(const Rows& v, AheadV& next, int pass, int c0, const Weights& weights, const float* decay,
-                     float (*sums)[OUT]) {
+  static void column(const Rows& v, AheadV& next, Span span, int pass, int c0, const Weights& weights,
+                     const float* decay, float (*sums)[OUT]) {
     for (int r = 0; r + ROW_PART <= R; r += ROW_PART)
-      block<ROW_PART, COLUMNS>(v, next, pass++, r, c0, weights, decay, sums);
-    if constexpr (ROW_REST > 0) block<ROW_REST, COLUMNS>(v, next, pass, R - ROW_REST, c0, weights, decay, sums);
+      block<ROW_PART, COLUMNS>(v, next, span, pass++, r, c0, weights, decay, sums);
+    if constexpr (ROW_REST > 0) block<ROW_REST, COLUMNS>(v, next, span, pass, R - ROW_REST, c0, weights, decay, sums);
   }
 
   // sums = sums * decay + the tile's
-  static void values(const Rows& v, AheadV next, const Weights& weights, const float* decay, float (*sums)[OUT]) {
+  static void values(const Rows& v, AheadV next, Span span, const Weights& weights, const float* decay,
+                     float (*sums)[OUT]) {
     constexpr int ROW_PARTS = ceil_div(R, ROW_PART), MANY = VECTORS / COLUMN_PART;
     for (int i = 0; i < MANY; i++)
-      column<COLUMN_PART>(v, next, i * ROW_PARTS, i * COLUMN_PART * W, weights, decay, sums);
+      column<COLUMN_PART>(v, next, span, i * ROW_PARTS, i * COLUMN_PART * W, weights, decay, sums);
     if constexpr (COLUMN_REST > 0)
-      column<COLUMN_REST>(v, next, MANY * ROW_PARTS, MANY * COLUMN_PART * W, weights, decay, sums);
+      column<COLUMN_REST>(v, next, span, MANY * ROW_PARTS, MANY * COLUMN_PART * W, weights, decay, sums);
   }
 
   static constexpr int WIDTH = OUT; // of a row of sums

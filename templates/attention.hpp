@@ -62,6 +62,7 @@ struct Constants {
   static constexpr bool mask_range_by_head = false; // whether those bounds depend on the head
   static constexpr int tile_kv = 64;         // keys scored at once
   static constexpr int streams = 4;          // places of a tile read side by side (stream way)
+  static constexpr int rows_together = 2;    // rows of q that a row of V of 16 or 32 bits meets at once
   static constexpr int prefetch_tiles = 1;   // how far ahead lines are asked for; 0: never
   static constexpr bool prefetch_tokens = false; // whole tokens, all heads of an item, where they lie side by side
   static constexpr int prefetch_hint = 2;    // into which cache: 3 L1, 2 L2, 0 L1 and soon out of it again

@@ -8,8 +8,8 @@ namespace {
 
 template <class C> struct Panel : Ends<C> {
   using Base = Ends<C>;
-  using typename Base::Args, typename Base::Factors, typename Base::KV, typename Base::M, typename Base::State;
-  using typename Base::Tile, typename Base::VWord, typename Base::Weight, typename Base::Word;
+  using typename Base::Args, typename Base::FactorPlaces, typename Base::Factors, typename Base::KV, typename Base::M;
+  using typename Base::State, typename Base::Tile, typename Base::VWord, typename Base::Weight, typename Base::Word;
   using Base::AHEAD, Base::D, Base::DV, Base::FACTORS, Base::G, Base::MR, Base::OUT, Base::PANEL_ROWS, Base::RUN;
   using Base::TILE, Base::VECTORS, Base::KEY_FULL, Base::KEY_LANES, Base::KEY_TAIL, Base::KEY_WORDS, Base::VALUE_FULL;
   using Base::VALUE_LANES, Base::VALUE_TAIL;
@@ -22,6 +22,7 @@ template <class C> struct Panel : Ends<C> {
     alignas(64) float score[MR][TILE];
     alignas(64) Weight weight[MR][TILE];
     Factors factors;
+    FactorPlaces places;
     State state[PANEL_ROWS];
     float q_sum[PANEL_ROWS];
   };
@@ -170,7 +171,10 @@ template <class C> struct Panel : Ends<C> {
       if (t0 + TILE < end) Base::locate(a, item, t0 + TILE, next);
       if (tile.live.any()) {
         pack(a, tile, k_cache, v_cache, w);
-        if constexpr (FACTORS) Base::load_factors(a, tile, item.head, Base::kPlain, w.factors);
+        if constexpr (FACTORS) {
+          Base::find_factors(a, tile, Base::kPlain, w.factors, w.places);
+          Base::load_factors(a, tile, w.places, item.head, Base::kPlain, {0, TILE}, w.factors);
+        }
       }
       if (AHEAD && t0 + TILE < end && next.live.any()) prefetch_tile(a, next, item.head, k_cache, v_cache, w);
       if (tile.live.any()) one_tile(a, item, t0, scale, w);
@@ -185,7 +189,10 @@ template <class C> struct Panel : Ends<C> {
       if constexpr (!C::shared_kv)
         Base::template prefetch<DV>(v_cache + tile.v[t / RUN] + t % RUN * a.v_slot_stride);
     }
-    if constexpr (FACTORS) Base::prefetch_factors(a, tile, head, w.factors);
+    if constexpr (FACTORS) {
+      Base::find_factors(a, tile, Base::kPlain, w.factors, w.places);
+      Base::prefetch_factors(a, w.places, head, w.factors);
+    }
   }
 };
 

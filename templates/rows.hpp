@@ -8,8 +8,9 @@ namespace {
 
 template <class C> struct TileRows : Ends<C> {
   using Base = Ends<C>;
-  using typename Base::Args, typename Base::KV, typename Base::Lanes, typename Base::Span, typename Base::Tile;
-  using Base::D, Base::DV, Base::RUN, Base::RUNS, Base::TILE;
+  using typename Base::Args, typename Base::FactorPlaces, typename Base::Factors, typename Base::KV;
+  using typename Base::Lanes, typename Base::Span, typename Base::Tile;
+  using Base::D, Base::DV, Base::FACTORS, Base::RUN, Base::RUNS, Base::TILE;
 
   // A tile that is read where it lies is read in streams, one that is copied first is copied in order.
   static PAGEGEN_INLINE const Lanes& lanes_of(const Tile& tile) {
@@ -20,8 +21,9 @@ template <class C> struct TileRows : Ends<C> {
   // the two products that a row is used in.
   struct Places {
     int64_t k[TILE], v[C::shared_kv ? 1 : TILE]; // in elements, from head 0
+    FactorPlaces factors;
   };
-  static void find_places(const Args& a, const Tile& tile, Places& to) {
+  static void find_places(const Args& a, const Tile& tile, Factors& f, Places& to) {
     const Lanes& lanes = lanes_of(tile);
     for (int i = 0; i < RUNS; i++)
       for (int j = 0; j < RUN; j++) {
@@ -29,6 +31,7 @@ template <class C> struct TileRows : Ends<C> {
         to.k[lane] = tile.k[i] + j * a.k_slot_stride;
         if constexpr (!C::shared_kv) to.v[lane] = tile.v[i] + j * a.v_slot_stride;
       }
+    if constexpr (FACTORS) Base::find_factors(a, tile, lanes, f, to.factors);
   }
 
   struct Rows { // of one head

@@ -96,7 +96,7 @@ template <class C> struct Stream : Products<C> {
       for (; located <= tile; located++) {
         Tile& found = w.tiles[located % SLOTS];
         Base::locate(a, item, located * TILE, found);
-        if (found.live.any()) Base::find_places(a, found, w.places[located % SLOTS]);
+        if (found.live.any()) Base::find_places(a, found, w.factors, w.places[located % SLOTS]);
       }
     };
     for (int64_t u = 0; u < units; u++) { // a unit is one tile and one head
@@ -122,8 +122,10 @@ template <class C> struct Stream : Products<C> {
       }
       if constexpr (C::shared_kv) v = k;
       if constexpr (FACTORS) {
-        if (AHEAD) Base::prefetch_factors(a, w.tiles[there], item.head + (whole ? h : later_h), w.factors);
-        Base::load_factors(a, here, item.head + h, lanes, w.factors);
+        // by the unit that first looks ahead to a later tile; a token's factors of all heads lie side by side
+        if (AHEAD && later_tile > tile && (whole ? h == 0 : later_h == 0))
+          Base::prefetch_factors(a, later_place.factors, item.head, w.factors);
+        Base::load_factors(a, here, place.factors, item.head + h, lanes, span, w.factors);
       }
       one_tile(a, item, h, tile * TILE, lanes, span, k, v, next, w);
     }

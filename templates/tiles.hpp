@@ -121,35 +121,42 @@ template <class C> struct Tiles : Plan<C> {
 
   template <class Visit> static PAGEGEN_INLINE void each_factor(const Args& a, Factors& f, Visit visit) {
     if constexpr (TOKEN_SCALES) {
-      visit(a.k_scale, f.k_scale);
-      visit(C::shared_kv ? a.k_scale : a.v_scale, f.v_scale);
+      visit(0, a.k_scale, f.k_scale);
+      visit(1, C::shared_kv ? a.k_scale : a.v_scale, f.v_scale);
     }
     if constexpr (ZEROS) {
-      visit(a.k_zero, f.k_zero);
-      visit(C::shared_kv ? a.k_zero : a.v_zero, f.v_zero);
+      visit(2, a.k_zero, f.k_zero);
+      visit(3, C::shared_kv ? a.k_zero : a.v_zero, f.v_zero);
     }
   }
 
-  static void load_factors(const Args& a, const Tile& tile, int head, const Lanes& lanes, Factors& f) {
-    each_factor(a, f, [&](const pagegen_factors& from, float* to) __attribute__((always_inline)) {
-      for (int i = 0; i < RUNS; i++) {
-        const float* first =
-            from.data + tile.block[i] * from.block_stride + tile.slot[i] * from.slot_stride + head * from.head_stride;
-        for (int j = 0; j < RUN; j++) {
-          const int t = i * RUN + j;
-          to[lanes.lane[t]] = tile.live(t) ? first[j * from.slot_stride] : 0.0f;
-        }
-      }
+  // Where the factors of a tile lie, by lane, from head 0: found once for all heads.
+  struct FactorPlaces {
+    int64_t place[FACTORS ? 4 : 1][FACTORS ? TILE : 1];
+  };
+  static void find_factors(const Args& a, const Tile& tile, const Lanes& lanes, Factors& f, FactorPlaces& to) {
+    each_factor(a, f, [&](int n, const pagegen_factors& from, float*) __attribute__((always_inline)) {
+      for (int i = 0; i < RUNS; i++)
+        for (int j = 0; j < RUN; j++)
+          to.place[n][lanes.lane[i * RUN + j]] =
+              tile.block[i] * from.block_stride + (tile.slot[i] + j) * from.slot_stride;
     });
   }
 
-  static void prefetch_factors(const Args& a, const Tile& tile, int head, Factors& f) {
-    each_factor(a, f, [&](const pagegen_factors& from, float*) __attribute__((always_inline)) {
-      for (int i = 0; i < RUNS; i++) {
-        const float* first =
-            from.data + tile.block[i] * from.block_stride + tile.slot[i] * from.slot_stride + head * from.head_stride;
-        for (int j = 0; j < RUN; j++) prefetch_line(first + j * from.slot_stride);
-      }
+  static void load_factors(const Args& a, const Tile& tile, const FactorPlaces& places, int head, const Lanes& lanes,
+                           Span span, Factors& f) {
+    const bool whole = tile.live.whole();
+    each_factor(a, f, [&](int n, const pagegen_factors& from, float* to) __attribute__((always_inline)) {
+      const float* first = from.data + head * from.head_stride;
+      for (int lane = span.begin; lane < span.end; lane++)
+        to[lane] = whole || tile.live(lanes.token[lane]) ? first[places.place[n][lane]] : 0.0f;
+    });
+  }
+
+  static void prefetch_factors(const Args& a, const FactorPlaces& places, int head, Factors& f) {
+    each_factor(a, f, [&](int n, const pagegen_factors& from, float*) __attribute__((always_inline)) {
+      for (int lane = 0; lane < TILE; lane++)
+        prefetch_line(from.data + head * from.head_stride + places.place[n][lane]);
     });
   }
 

@@ -80,9 +80,9 @@ template <class C> struct Words : TileRows<C> {
   static PAGEGEN_INLINE Weight* weights_of(Weights& w, int g) { return w.weight[g]; }
   static PAGEGEN_INLINE void prepare(Weights&, int, Span, const Factors&, State&) {}
 
-  // Whole value rows at a time where the registers allow: half a row a time costs bandwidth. Narrow elements are
-  // converted once for more rows instead.
-  static constexpr int ROWS_AT_ONCE = std::min(R, sizeof(KV) == 1 ? 8 : 2);
+  // A row of V meets several rows of q at once: with few, it is taken whole in one pass of many columns; with many, it
+  // is loaded once, column part by column part, which pays where it is converted or strewn over the sets of the L1.
+  static constexpr int ROWS_AT_ONCE = std::min(R, sizeof(KV) == 1 ? 8 : C::rows_together);
   static constexpr int COLUMNS_AT_MOST = kAccumulators / ROWS_AT_ONCE / M::value_vectors * M::value_vectors;
   static constexpr int COLUMN_PART =
       round_up(even_part(VECTORS, std::max(M::value_vectors, COLUMNS_AT_MOST)), M::value_vectors);

@@ -42,6 +42,7 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
         {"prefetch_order": "token", "tile_kv": 64, "heads_together": 8},
         *({"prefetch_hint": hint} for hint in PREFETCH_HINTS),
         *({"num_splits": n} for n in (0, 2, 4, 8)),
+        *({"rows_together": n} for n in (2, 4, 8)),
         {"schedule": "dynamic"},
         {"schedule": "balanced"},
         {"accumulate": "dot"},

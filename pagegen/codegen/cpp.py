@@ -42,6 +42,7 @@ def bindings(spec: AttentionSpec, layout: CacheLayout, variant: CppVariant) -> d
         **{name: _boolean(value) for name, value in cpp_modifiers.flags(spec).items()},
         "tile_kv": str(variant.tile_kv),
         "streams": str(variant.streams),
+        "rows_together": str(variant.rows_together),
         "prefetch_tiles": str(variant.prefetch_tiles),
         "prefetch_tokens": _boolean(variant.prefetch_order == "token"),
         "prefetch_hint": str(PREFETCH_HINTS[variant.prefetch_hint]),

@@ -166,22 +166,26 @@ class TritonVariant(Variant):
 class CppVariant(Variant):
     """A C++ kernel for CPUs.
 
-    `tile_kv`: keys scored at once. `streams`: places in the tile read side by side, so that more memory requests are in
-    flight. `heads_together`: KV heads that one work item reads in turn, tile by tile, at most. `prefetch_tiles`: how far
-    ahead lines are asked for, in tiles (0 = never); `prefetch_order`: "head" by head, or a "token" after the other with
-    all its heads, where those lie side by side (NHD); `prefetch_hint`: into which cache ("once": L1, to be dropped after
-    use). `split_tokens`: keys one work item covers; longer sequences are divided and merged. `num_splits`, where not 0:
-    so many items a sequence instead. `schedule`: a thread takes the next item left ("dynamic"), or a run of items of
-    equal work ("balanced").
-    `accumulate`: by "dot" products of 16 or 8 bits where the CPU has them for the dtypes, or in "float32" throughout.
+    `tile_kv`: keys scored at once. `streams`: places in the tile read side by side, so that more memory requests
+    are in flight. `heads_together`: KV heads that one work item reads in turn, tile by tile, at most.
+    `rows_together`: rows of q that a row of V of 16 or 32 bits meets at once, at most. `prefetch_tiles`: how far
+    ahead lines are asked for, in tiles (0 = never); `prefetch_order`: "head" by head, or a "token" after the other
+    with all its heads, where those lie side by side (NHD); `prefetch_hint`: into which cache ("once": L1, to be
+    dropped after use). `split_tokens`: keys one work item covers; longer sequences are divided and merged.
+    `num_splits`, where not 0: so many items a sequence instead. `schedule`: a thread takes the next item left
+    ("dynamic"), or a run of items of equal work ("balanced"). `accumulate`: by "dot" products of 16 or 8 bits where
+    the CPU has them for the dtypes, or in "float32" throughout.
     """
 
     family: ClassVar[str] = "cpp"
-    rare: ClassVar[tuple[str, ...]] = ("prefetch_order", "prefetch_hint", "num_splits", "schedule", "accumulate")
+    rare: ClassVar[tuple[str, ...]] = (
+        "rows_together", "prefetch_order", "prefetch_hint", "num_splits", "schedule", "accumulate",
+    )  # fmt: skip
 
     tile_kv: int = 64
     streams: int = 4
     heads_together: int = 1
+    rows_together: int = 2
     prefetch_tiles: int = 1
     prefetch_order: str = "head"
     prefetch_hint: str = "l2"
@@ -194,6 +198,7 @@ class CppVariant(Variant):
         _power_of_two("tile_kv", self.tile_kv, at_least=16, at_most=256)
         _power_of_two("streams", self.streams, at_least=1, at_most=16)
         check.integer("heads_together", self.heads_together)
+        _power_of_two("rows_together", self.rows_together, at_least=1, at_most=8)
         check.one_of("prefetch_tiles", self.prefetch_tiles, PREFETCHES)
         check.one_of("prefetch_order", self.prefetch_order, PREFETCH_ORDERS)
         check.one_of("prefetch_hint", self.prefetch_hint, PREFETCH_HINTS)

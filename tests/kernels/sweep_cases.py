@@ -195,6 +195,7 @@ def _cpp_variant(random: Random) -> CppVariant:
         prefetch_tiles=random.choice([0, 1, 2, 4, 8]),
         split_tokens=tile_kv * random.choice([1, 2, 3, 5, 32]),
         heads_together=random.choice([1, 2, 3, 8]),
+        rows_together=random.choice([1, 2, 4, 8]),
         num_splits=random.choice([0, 0, 1, 2, 5]),
         schedule=random.choice(["dynamic", "balanced"]),
         prefetch_order=random.choice(["head", "token"]),

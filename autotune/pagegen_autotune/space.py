@@ -9,7 +9,7 @@ from typing import Any
 
 from pagegen import costs
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant
-from pagegen.spec.variant import PAGE_WALKS, PREFETCH_HINTS
+from pagegen.spec.variant import ACCUMULATES, PAGE_WALKS, SCHEDULES
 
 # Ordered values move one step at a time; the unordered `page_walk` may change to any other.
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -39,14 +39,11 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "cpp": (
         {"prefetch_order": "head"},
         {"prefetch_order": "token", "tile_kv": 32, "heads_together": 8},
-        {"prefetch_order": "token", "tile_kv": 64, "heads_together": 8},
-        *({"prefetch_hint": hint} for hint in PREFETCH_HINTS),
-        *({"num_splits": n} for n in (0, 2, 4, 8)),
-        *({"rows_together": n} for n in (2, 4, 8)),
-        {"schedule": "dynamic"},
-        {"schedule": "balanced"},
-        {"accumulate": "dot"},
-        {"accumulate": "float32"},
+        *({"rows_together": rows} for rows in (2, 4)),
+        *({"prefetch_hint": hint} for hint in ("l1", "l2")),
+        *({"num_splits": splits} for splits in (0, 4)),
+        *({"schedule": schedule} for schedule in SCHEDULES),
+        *({"accumulate": accumulate} for accumulate in ACCUMULATES),
     ),
     "triton": (
         {"head_pieces": "padded"},

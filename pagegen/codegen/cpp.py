@@ -14,8 +14,8 @@ CACHE_OPS = "cache_ops.hpp"
 PROBES = "probes.hpp"
 # Every C++ template: what the hash is over.
 TEMPLATES = (
-    ATTENTION, "stream.hpp", "words.hpp", "bytes.hpp", "rows.hpp", "panel.hpp", "ends.hpp", "softmax.hpp", "tiles.hpp", "plan.hpp", "products.hpp",
-    "narrow.hpp", "call.hpp", "vectors.hpp", "merge.hpp", CACHE_OPS,
+    ATTENTION, "stream.hpp", "words.hpp", "bytes.hpp", "rows.hpp", "panel.hpp", "ends.hpp", "softmax.hpp", "tiles.hpp",
+    "plan.hpp", "products.hpp", "narrow.hpp", "call.hpp", "vectors.hpp", "merge.hpp", CACHE_OPS,
 )  # fmt: skip
 # Positions are 32-bit integers in the template; nothing is this far from anything.
 _FAR = 2**30

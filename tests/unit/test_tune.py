@@ -255,8 +255,8 @@ def test_ctrl_c_keeps_what_was_measured_and_a_second_run_finishes_the_rest(db, s
     assert chosen(finished, row=0).streams == chosen(finished, row=1).streams == 8
     whole = FakeBench(times)
     run(FakeStore(), whole, block_sizes=(16, 32))
-    # at most the rounds of one interrupted comparison (four of ten variants) are taken again
-    assert len(second.sampled) <= len(whole.sampled) - stop_at + 40
+    # at most the rounds of one interrupted comparison (four of sixteen variants) are taken again
+    assert len(second.sampled) <= len(whole.sampled) - stop_at + 64
 
 
 def test_sigterm_ends_at_a_clean_point_and_saves(db):
@@ -384,10 +384,10 @@ def test_illegal_candidates_are_counted_by_reason_and_never_compiled(monkeypatch
 
 
 def test_exhaustive_measures_the_whole_grid():
-    bench = FakeBench(table(s1=0.8))
+    bench = FakeBench(table(s2=0.8))
     report = run(FakeStore(), bench, strategy="exhaustive")
-    assert len({v for _, v, _ in bench.sampled}) == 180
-    assert chosen(report).streams == 1
+    assert len({v for _, v, _ in bench.sampled}) == 4 * 3 * 3 * 3 * 3
+    assert chosen(report).streams == 2
 
 
 def test_a_batch_that_a_profile_holds_twice_weighs_twice_and_is_measured_once():

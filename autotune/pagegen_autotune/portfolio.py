@@ -123,7 +123,8 @@ def _no_winner(evidence: Evidence, loads: Loads) -> str:
     shown = fresh.get(nearest.variant, nearest)
     part = "" if len(common) == len(loads) else f", on {len(common)} of {len(loads)} workloads"
     others = f"the best of {len(searched)} others takes {shown.ratio:.3f} of its time"
-    return f"the default stays: {others} ({shown.statement}{part})"
+    tie = "a tie, " if shown.ratio > 1 - MARGIN else ""
+    return f"{tie}the default stays: {others} ({shown.statement}{part})"
 
 
 def dispatch_rule(

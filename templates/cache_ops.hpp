@@ -11,7 +11,7 @@
 // What a cache stores: value / scale + zero, both rounded to float32, then to the nearest value that the cache's type
 // has, ties to even. Types of 8 and 4 bits saturate, infinities too; NaN stays NaN in float8 and is 0 in integers.
 //
-// Build: c++ -O2 -march=native -std=c++20 -fopenmp -ffp-contract=off -shared -fPIC
+// Build: c++ -O2 -fpeel-loops -std=c++20 -fopenmp -ffp-contract=off -fwrapv -shared -fPIC -march=native
 #pragma once
 
 #include "merge.hpp"
@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <omp.h>
+#include <utility>
 
 struct pagegen_strides {
   int64_t block, slot, head;
@@ -209,8 +210,8 @@ PAGEGEN_INLINE void copy(char* to, const char* from, int64_t bytes, bool past_ca
   if (past_caches && (((uintptr_t)to | bytes) & 63) == 0) copy_past_caches(to, from, bytes);
   else std::memcpy(to, from, bytes);
 }
-// What was written past the caches is seen by whoever is told that it was written.
-PAGEGEN_INLINE void written() {
+// What was written past the caches is seen by whoever is told so after this.
+PAGEGEN_INLINE void fence_writes() {
 #if defined(PAGEGEN_AVX512) || defined(PAGEGEN_AVX2)
   _mm_sfence();
 #endif
@@ -235,10 +236,8 @@ inline void copy_box(char* to, const char* from, Axis outer, Axis inner, int64_t
 
 // ---- rotation -------------------------------------------------------------------------------------------
 
-template <int... I> struct Lanes {};
-template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
-template <int... I> struct Count<0, I...> { using type = Lanes<I...>; };
-using Each = typename Count<W>::type;
+template <int... I> using Lanes = std::integer_sequence<int, I...>;
+using Each = std::make_integer_sequence<int, W>;
 template <int... I> PAGEGEN_INLINE vf even(vf a, vf b, Lanes<I...>) { return __builtin_shufflevector(a, b, 2 * I...); }
 template <int... I> PAGEGEN_INLINE vf odd(vf a, vf b, Lanes<I...>) {
   return __builtin_shufflevector(a, b, 2 * I + 1 ...);
@@ -443,9 +442,6 @@ struct Writing {
   }
 };
 
-// Below it, waking threads costs more than they save, and lines are left in the caches for who reads them next.
-constexpr int64_t kSmallBytes = 64 << 10;
-
 } // namespace
 } // namespace pagegen
 
@@ -460,7 +456,7 @@ extern "C" void pagegen_write_kv(const pagegen_write_args* args) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     writing.work(omp_get_thread_num(), omp_get_num_threads(), pieces);
-    if (writing.past_caches) written();
+    if (writing.past_caches) fence_writes();
   }
 }
 
@@ -481,7 +477,7 @@ extern "C" void pagegen_copy_blocks(const pagegen_copy_args* args) {
       copy_block((char*)a.k_cache, a.k_strides, a.head_dim, a.pairs + 2 * i);
       if (a.v_cache) copy_block((char*)a.v_cache, a.v_strides, a.v_head_dim, a.pairs + 2 * i);
     }
-    written();
+    fence_writes();
   }
 }
 

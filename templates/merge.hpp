@@ -31,6 +31,10 @@ struct pagegen_merge_args {
 namespace pagegen {
 namespace {
 
+// Of a call: below it, waking threads costs more than they save, and lines are left in the caches for who reads them
+// next. An element is counted as two bytes whatever it is.
+constexpr int64_t kSmallBytes = 64 << 10;
+
 inline int64_t state_row(const pagegen_state& s, int64_t row) { return s.rows ? s.rows[row] : row; }
 inline float* state_lse(const pagegen_state& s, int64_t row, int64_t head) {
   return s.lse + state_row(s, row) * s.lse_row_stride + head * s.lse_head_stride;
@@ -131,7 +135,7 @@ extern "C" void pagegen_merge_states(const pagegen_merge_args* args) {
   const pagegen_merge_args& a = *args;
   const auto merge = a.dtype == 0 ? merge_states<float> : a.dtype == 1 ? merge_states<fp16> : merge_states<bf16>;
   const int64_t bytes = a.num_rows * a.num_heads * a.dim * (a.num_states + 1) * 2;
-  const int threads = bytes < 64 << 10 ? 1 : (int)a.num_threads; // as in cache_ops.hpp
+  const int threads = bytes < kSmallBytes ? 1 : (int)a.num_threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const MergeScratch own(a.num_states);

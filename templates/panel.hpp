@@ -9,7 +9,8 @@ namespace {
 template <class C> struct Panel : Ends<C> {
   using Base = Ends<C>;
   using typename Base::Args, typename Base::FactorPlaces, typename Base::Factors, typename Base::KV, typename Base::M;
-  using typename Base::State, typename Base::Tile, typename Base::VWord, typename Base::Weight, typename Base::Word;
+  using typename Base::Span, typename Base::State, typename Base::Tile, typename Base::VWord, typename Base::Weight;
+  using typename Base::Word;
   using Base::AHEAD, Base::D, Base::DV, Base::FACTORS, Base::G, Base::MR, Base::OUT, Base::PANEL_ROWS, Base::RUN;
   using Base::TILE, Base::VECTORS, Base::KEY_FULL, Base::KEY_LANES, Base::KEY_TAIL, Base::KEY_WORDS, Base::VALUE_FULL;
   using Base::VALUE_LANES, Base::VALUE_TAIL;
@@ -77,16 +78,16 @@ template <class C> struct Panel : Ends<C> {
     for (int i = 0; i < M::value_vectors; i++) M::store_words(to + i * W, words[i]);
   }
 
-  // c[MR][VECTORS * W] = c * decay (or 0) + a[MR][STEPS] b[STEPS][...], the product in registers
-  template <int VECTORS_, int STEPS, int A_STRIDE, int B_STRIDE, int C_STRIDE, bool FRESH>
-  static PAGEGEN_INLINE void multiply(const Word* a, const Word* b, float* c, const float* decay) {
+  // c[MR][VECTORS * W] = c * decay (or 0) + a[MR][steps] b[steps][...], the product in registers
+  template <int VECTORS_, int A_STRIDE, int B_STRIDE, int C_STRIDE, bool FRESH>
+  static PAGEGEN_INLINE void multiply(int steps, const Word* a, const Word* b, float* c, const float* decay) {
     vf sum[MR][VECTORS_];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS_; j++) sum[r][j] = vf{};
 #pragma GCC unroll 2
-    for (int k = 0; k < STEPS; k++) {
+    for (int k = 0; k < steps; k++) {
       VWord right[VECTORS_];
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS_; j++) right[j] = M::load_words(b + k * B_STRIDE + j * W);
@@ -106,30 +107,32 @@ template <class C> struct Panel : Ends<C> {
       }
   }
 
+  static constexpr int PART = std::min(kPanelVectors, TILE / W); // vectors of scores that are made at once
+
   // A float32 score is summed in parts: a chain of 128 additions is off by 2.6 times what torch's SDPA is.
-  static void scores(const Word* q, Scratch& w) {
-    constexpr int PART = std::min(kPanelVectors, TILE / W), WORDS = ceil_div(D, M::step);
-    constexpr int CHAIN = std::min(WORDS, M::step == 1 ? 32 : 288), REST = WORDS % CHAIN;
+  static void scores(const Word* q, Span span, Scratch& w) {
+    constexpr int WORDS = ceil_div(D, M::step), CHAIN = std::min(WORDS, M::step == 1 ? 32 : 288), REST = WORDS % CHAIN;
     float kept[MR];
     std::fill(kept, kept + MR, 1.0f);
-    for (int t = 0; t < TILE; t += PART * W) {
+    for (int t = span.begin; t < span.end; t += PART * W) {
       float* score = &w.score[0][t];
-      multiply<PART, CHAIN, KEY_WORDS, TILE, TILE, true>(q, &w.k[0][t], score, kept);
+      multiply<PART, KEY_WORDS, TILE, TILE, true>(CHAIN, q, &w.k[0][t], score, kept);
       for (int i = CHAIN; i + CHAIN <= WORDS; i += CHAIN)
-        multiply<PART, CHAIN, KEY_WORDS, TILE, TILE, false>(q + i, &w.k[i][t], score, kept);
+        multiply<PART, KEY_WORDS, TILE, TILE, false>(CHAIN, q + i, &w.k[i][t], score, kept);
       if constexpr (REST > 0)
-        multiply<PART, REST, KEY_WORDS, TILE, TILE, false>(q + WORDS - REST, &w.k[WORDS - REST][t], score, kept);
+        multiply<PART, KEY_WORDS, TILE, TILE, false>(REST, q + WORDS - REST, &w.k[WORDS - REST][t], score, kept);
     }
   }
 
-  static void values(float* sums, const float* decay, Scratch& w) {
-    constexpr int PART = even_part(VECTORS, kPanelVectors), REST = VECTORS % PART;
-    const Word* weight = (const Word*)&w.weight[0][0];
-    for (int c = 0; c + PART <= VECTORS; c += PART)
-      multiply<PART, TILE / M::step, TILE / M::step, OUT, OUT, false>(weight, &w.v[0][c * W], sums + c * W, decay);
+  static void values(float* sums, const float* decay, Span span, Scratch& w) {
+    constexpr int COLUMNS = even_part(VECTORS, kPanelVectors), REST = VECTORS % COLUMNS, STRIDE = TILE / M::step;
+    const int first = span.begin / M::step, steps = (span.end - span.begin) / M::step;
+    const Word* weight = (const Word*)&w.weight[0][0] + first;
+    for (int c = 0; c + COLUMNS <= VECTORS; c += COLUMNS)
+      multiply<COLUMNS, STRIDE, OUT, OUT, false>(steps, weight, &w.v[first][c * W], sums + c * W, decay);
     if constexpr (REST > 0) {
       constexpr int c = VECTORS - REST;
-      multiply<REST, TILE / M::step, TILE / M::step, OUT, OUT, false>(weight, &w.v[0][c * W], sums + c * W, decay);
+      multiply<REST, STRIDE, OUT, OUT, false>(steps, weight, &w.v[first][c * W], sums + c * W, decay);
     }
   }
 
@@ -137,19 +140,24 @@ template <class C> struct Panel : Ends<C> {
     const int rows = item.queries * G;
     for (int r0 = 0; r0 < rows; r0 += MR) {
       const int count = std::min(MR, rows - r0);
-      bool any = false;
-      for (int r = r0; r < r0 + count; r++) any |= Base::attends(a, item, r / G, item.head * G + r % G, t0);
-      if (!any) continue;
-      scores(w.q[r0], w);
+      Span span{TILE, 0}; // what these rows attend: on the diagonal, half of the tile
+      for (int r = r0; r < r0 + count; r++) {
+        const Keys keys = Base::keys_in(a, item, r / G, item.head * G + r % G, t0);
+        if (std::max(keys.begin, 0) >= std::min(keys.end, TILE)) continue;
+        span = {std::min(span.begin, std::max(keys.begin, 0)), std::max(span.end, std::min(keys.end, TILE))};
+      }
+      if (span.begin >= span.end) continue;
+      span = {span.begin / (PART * W) * (PART * W), round_up(span.end, PART * W)};
+      scores(w.q[r0], span, w);
       float decay[MR];
       for (int r = 0; r < count; r++)
-        decay[r] = Base::weigh(a, item, (r0 + r) / G, item.head * G + (r0 + r) % G, t0, Base::kPlain, {0, TILE}, scale,
+        decay[r] = Base::weigh(a, item, (r0 + r) / G, item.head * G + (r0 + r) % G, t0, Base::kPlain, span, scale,
                                w.q_sum[r0 + r], w.factors, w.score[r], w.weight[r], w.state[r0 + r]);
       for (int r = count; r < MR; r++) {
         decay[r] = 1.0f;
         std::memset((void*)w.weight[r], 0, sizeof w.weight[r]);
       }
-      values(w.sums[r0], decay, w);
+      values(w.sums[r0], decay, span, w);
     }
   }
 

@@ -3,7 +3,7 @@
 //
 // Sums are of 32-bit words modulo 2^32: they keep compilers from leaving a read out, and a test can tell what was read.
 //
-// Build: c++ -O3 -march=native -std=c++20 -fopenmp -ffp-contract=off -shared -fPIC
+// Build: c++ -O2 -fpeel-loops -std=c++20 -fopenmp -ffp-contract=off -fwrapv -shared -fPIC -march=native
 #pragma once
 
 #include "vectors.hpp"

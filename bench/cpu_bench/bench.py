@@ -13,8 +13,8 @@ from cpu_peers.cell import POOL_BYTES, Cell
 from cpu_peers.client import Peer, PeerError
 
 from cpu_bench.machine import available_bytes
-from cpu_bench.ours import Pool, read_gauge
-from cpu_bench.samples import Failed, Gauge, Runner, Taken, Timed, interleave, ratio, summary
+from cpu_bench.ours import Pool, read_gauge, work_of
+from cpu_bench.samples import Failed, Gauge, Runner, Timed, interleave, ratio, summary
 
 Row = dict[str, Any]
 RESERVE_BYTES = 3 << 30  # for others on this machine
@@ -54,10 +54,10 @@ class Bench:
 
     def compare(
         self, section: str, cell: dict[str, Any], runners: list[Runner], gauge: Gauge | None = None,
-        *, over: Sequence[str] = (), unit: str = "GB/s", rounds: int | None = None,
-    ) -> tuple[list[Row], Taken]:  # fmt: skip
+        *, over: Sequence[str] = (), unit: str = "GB/s",
+    ) -> list[Row]:  # fmt: skip
         """Measures runners in turns and makes a row of each. `over`: names whose time every other is held against."""
-        taken = interleave(runners, gauge or self.read, rounds or self.rounds, self.threads)
+        taken = interleave(runners, gauge or self.read, self.rounds, self.threads)
         rows = []
         for runner in runners:
             row: Row = {"section": section, "cell": cell, "what": runner.name, "note": runner.note, "unit": unit}
@@ -66,7 +66,7 @@ class Bench:
             compared = [] if runner.name.startswith("walk") else [o for o in over if o != runner.name]
             row["time_over"] = {o: found for o in compared if (found := ratio(taken, runner.name, o))}
             rows.append(row)
-        return rows, taken
+        return rows
 
     @contextlib.contextmanager
     def on_threads(self, threads: int) -> Iterator[None]:
@@ -108,7 +108,7 @@ def peer_runner(peer: Peer, cell: Cell) -> Runner:
         except PeerError as error:
             raise Failed(str(error)) from error
 
-    runner = Runner(peer.name, run, cell.kv_bytes if cell.new == 1 else cell.flops)
+    runner = Runner(peer.name, run, work_of(cell))
     try:
         peer.prepare(cell)
         runner.note = peer.note

@@ -18,19 +18,15 @@ from pagegen.spec import CacheLayout
 TOKENS, BLOCK_SIZE = 2048, 32
 STATES, ROWS = 4, 512
 LAYOUT = CacheLayout(block_size=BLOCK_SIZE, order="HND")
+Operation = tuple[str, Callable[[int], Any], int, int]  # name, call, bytes read, bytes written
 
 
 def operations(bench: Bench) -> Iterable[Row]:
     """Rates count the bytes read and the bytes written; `memcpy` reads and writes the same ones in one run."""
-    made: list[tuple[str, Callable[[int], Any], int, int]] = []  # name, call, bytes read, bytes written
-    made += _writes(bench)
-    made += _copies(bench)
-    made += _merges()
     target = torch.empty(64 << 20, dtype=torch.uint8)
-    for name, call, read, written in made:
+    for name, call, read, written in (*_writes(bench), *_copies(bench), *_merges()):
         runners = [here(name, call, read + written), _memcpy(bench, target, (read + written) // 2)]
-        rows, _ = bench.compare("copying", {"label": f"{(read + written) >> 20} MiB"}, runners, over=["memcpy"])
-        yield from rows
+        yield from bench.compare("copying", {"label": f"{(read + written) >> 20} MiB"}, runners, over=["memcpy"])
 
 
 def _memcpy(bench: Bench, target: Tensor, size: int) -> Runner:
@@ -41,26 +37,21 @@ def _memcpy(bench: Bench, target: Tensor, size: int) -> Runner:
     return here("memcpy", lambda i: to.copy_(source[i % places * size :][:size]), 2 * size)
 
 
-def _writes(bench: Bench) -> list[tuple[str, Callable[[int], Any], int, int]]:
+def _writes(bench: Bench) -> Iterable[Operation]:
     heads, dim = BASE.num_kv_heads, BASE.head_dim
     k, v = (torch.randn(TOKENS, heads, dim).to(torch.bfloat16) for _ in range(2))
     q = torch.randn(TOKENS, BASE.num_q_heads, dim).to(torch.bfloat16)
     positions = torch.arange(TOKENS)
     cos, sin = (torch.rand(TOKENS, dim // 2) for _ in range(2))
     kv = k.nbytes + v.nbytes
-    found = []
     k_cache, v_cache = bench.pool.caches(BASE, LAYOUT)
     slots = _slots(k_cache)
-    found.append(
-        ("write_kv", lambda i: pagegen.write_kv(k, v, k_cache, v_cache, slots[i % len(slots)]), kv, kv),
-    )
-    found.append(
-        (
-            "rope_write_kv",
-            lambda i: pagegen.rope_write_kv(q, k, v, positions, cos, sin, k_cache, v_cache, slots[i % len(slots)]),
-            kv + q.nbytes + cos.nbytes + sin.nbytes,
-            kv + q.nbytes,
-        )
+    yield "write_kv", lambda i: pagegen.write_kv(k, v, k_cache, v_cache, slots[i % len(slots)]), kv, kv
+    yield (
+        "rope_write_kv",
+        lambda i: pagegen.rope_write_kv(q, k, v, positions, cos, sin, k_cache, v_cache, slots[i % len(slots)]),
+        kv + q.nbytes + cos.nbytes + sin.nbytes,
+        kv + q.nbytes,
     )
     k8, v8 = bench.pool.caches(BASE.replace(kv_dtype="float8_e4m3fn", kv_scale_granularity="head"), LAYOUT)
     slots8, scale = _slots(k8), torch.full((heads,), 0.05)
@@ -68,8 +59,7 @@ def _writes(bench: Bench) -> list[tuple[str, Callable[[int], Any], int, int]]:
     def quantised(i: int) -> None:
         pagegen.write_kv(k, v, k8, v8, slots8[i % len(slots8)], k_scale=scale, v_scale=scale)
 
-    found.append(("write_kv e4m3", quantised, kv, kv // 2))
-    return found
+    yield "write_kv e4m3", quantised, kv, kv // 2
 
 
 def _slots(cache: Tensor) -> list[Tensor]:
@@ -78,18 +68,18 @@ def _slots(cache: Tensor) -> list[Tensor]:
     return list((blocks[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1))
 
 
-def _copies(bench: Bench) -> list[tuple[str, Callable[[int], Any], int, int]]:
+def _copies(bench: Bench) -> Iterable[Operation]:
     k_cache, v_cache = bench.pool.caches(BASE, LAYOUT)
     pairs = torch.randperm(k_cache.shape[0]).view(-1, 64, 2)
     size = 64 * BLOCK_SIZE * BASE.kv_bytes_per_token
-    return [("copy_blocks", lambda i: pagegen.copy_blocks(k_cache, v_cache, pairs[i % len(pairs)]), size, size)]
+    yield "copy_blocks", lambda i: pagegen.copy_blocks(k_cache, v_cache, pairs[i % len(pairs)]), size, size
 
 
-def _merges() -> list[tuple[str, Callable[[int], Any], int, int]]:
+def _merges() -> Iterable[Operation]:
     sets = [torch.randn(STATES, ROWS, BASE.num_q_heads, BASE.head_dim) for _ in range(4)]
     lses = torch.randn(STATES, ROWS, BASE.num_q_heads)
     size = sets[0].nbytes
-    return [("merge_states", lambda i: pagegen.merge_states(sets[i % 4], lses), size, size // STATES)]
+    yield "merge_states", lambda i: pagegen.merge_states(sets[i % 4], lses), size, size // STATES
 
 
 def overhead(bench: Bench) -> Iterable[Row]:
@@ -109,7 +99,6 @@ def overhead(bench: Bench) -> Iterable[Row]:
         "write_kv": lambda i: pagegen.write_kv(k, v, found.k, found.v, slot),
         "torch.add": lambda i: torch.add(q, q, out=out),
     }
-    work = found.kv_bytes
-    runners = [ours.kernel(found, name="kernel object"), *(here(name, call, work) for name, call in calls.items())]
-    rows, _ = bench.compare("overhead", {"label": "B1 ctx16"}, runners)
-    yield from rows
+    kernel = ours.kernel(found, name="kernel object")
+    runners = [kernel, *(here(name, call, found.kv_bytes) for name, call in calls.items())]
+    yield from bench.compare("overhead", {"label": "B1 ctx16"}, runners)

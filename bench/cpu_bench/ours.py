@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
+from cpu_peers.cell import Cell
 from torch import Tensor
 
 from cpu_bench.samples import Failed, Gauge, Runner, Timed, here
@@ -21,15 +22,15 @@ GAUGE_BYTES = 256 << 20
 
 
 class Pool:
-    """Memory in huge pages that every cache of this process is a view of: K and V, `size` bytes each.
+    """Memory in huge pages that every cache of this process is a view of: K and V, `GAUGE_BYTES` or more each.
 
     What it holds is tame as numbers of any type: bytes in turn free of 0x88 and one of 3e, 3f, be, bf, which make
     magnitudes of 1/8 to 2 in bfloat16 and float32, and no NaN in any.
     """
 
-    def __init__(self, size: int = GAUGE_BYTES) -> None:
+    def __init__(self) -> None:
         self._memory: list[Tensor] = []
-        self.grow(size)
+        self.grow(GAUGE_BYTES)
 
     def grow(self, size: int) -> None:
         """Makes both parts at least `size` bytes."""
@@ -149,6 +150,17 @@ def flops(spec: AttentionSpec, lens: list[int], new: int) -> int:
     return 2 * spec.num_q_heads * (spec.head_dim + spec.v_head_dim) * pairs
 
 
+def spec_of(cell: Cell) -> AttentionSpec:
+    return AttentionSpec(
+        num_q_heads=cell.num_q_heads, num_kv_heads=cell.num_kv_heads, head_dim=cell.head_dim, q_dtype=cell.torch_dtype
+    )
+
+
+def work_of(cell: Cell) -> int:
+    """What bounds one call: bytes of K and V in decode, floating-point operations with longer queries."""
+    return cell.kv_bytes if cell.new == 1 else flops(spec_of(cell), [cell.context] * cell.batch, cell.new)
+
+
 # Ways to walk that were best somewhere, as (tile, streams, ahead, heads in turn): which is, depends on the length of
 # runs and on the number of threads.
 HND = ((64, 4, 1, 1), (64, 1, 1, 1), (128, 8, 1, 1), (256, 8, 1, 1), (64, 4, 4, 8), (256, 8, 1, 8))
@@ -164,7 +176,6 @@ def walk(found: Batches, name: str = "", *, rows: bool = False) -> Runner:
         k, v = k.flatten(2).unsqueeze(2), v.flatten(2).unsqueeze(2)
     threads = torch.get_num_threads()
     ways = BY_ROW if rows else NHD if found.layout.order == "NHD" else HND
-    work = int(found.lens.sum()) * found.spec.kv_bytes_per_token
     title = name or f"walk {found.layout.order}" + (" rows" if rows else "")
 
     def runner(tile: int, streams: int, ahead: int, heads: int) -> Runner:
@@ -174,7 +185,7 @@ def walk(found: Batches, name: str = "", *, rows: bool = False) -> Runner:
             way = replace(way, split=way.split // 2)  # every thread needs several
         values = None if found.spec.shared_kv else v
         packed = [way.arguments(k, values, t, found.lens, threads) for t in found.tables]
-        call = here(title, lambda i: cpu_probes.walk(packed[i % len(packed)]), work, f"{way}")
+        call = here(title, lambda i: cpu_probes.walk(packed[i % len(packed)]), found.kv_bytes, f"{way}")
         call.owners = (k, v)
         call.warm_up()
         return call
@@ -185,6 +196,12 @@ def walk(found: Batches, name: str = "", *, rows: bool = False) -> Runner:
     for _ in range(5):
         spent = [min(best, each.sample()[1] / each.calls) for best, each in zip(spent, runners, strict=True)]
     return runners[spent.index(min(spent))]
+
+
+def with_walks(found: Batches) -> list[Runner]:
+    """The decode kernel and every walk of its cache order."""
+    rows = [walk(found, rows=True)] if found.layout.order == "NHD" else []
+    return [kernel(found), walk(found), *rows]
 
 
 def read_gauge(pool: Pool) -> Gauge:

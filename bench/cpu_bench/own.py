@@ -23,7 +23,6 @@ DIMS = {f"dim {d}": BASE.replace(head_dim=d, v_head_dim=d, scale=d**-0.5) for d 
 FORMATS: tuple[tuple[str, str], ...] = tuple(
     (dtype, scales) for dtype in ("float8_e4m3fn", "int8", "int4") for scales in ("head", "token_head")
 )
-SAME = {"median": 1.0}  # what a run's time is of its own
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 # 32768 tokens each: equal lengths, halving ones, and one long sequence with seven short ones
 RAGGED = {
@@ -50,9 +49,8 @@ def one_thread(bench: Bench) -> Iterable[Row]:
     with bench.on_threads(1):
         runners = []
         for order in ORDERS:
-            found = ours.batches(bench.pool, BASE, CacheLayout(block_size=32, order=order), [CONTEXT] * BATCH)
-            runners += [ours.kernel(found), ours.walk(found)]
-            runners += [ours.walk(found, rows=True)] if order == "NHD" else []
+            layout = CacheLayout(block_size=32, order=order)
+            runners += ours.with_walks(ours.batches(bench.pool, BASE, layout, [CONTEXT] * BATCH))
         yield from _rows(bench, "1 thread", "", runners, over=WALKS)
 
 
@@ -83,7 +81,8 @@ def block_sizes(bench: Bench) -> Iterable[Row]:
         layouts = {f"block {b}": CacheLayout(block_size=b, order=order) for b in BLOCK_SIZES}
         runners = [_kernel(bench, BASE, layout, name) for name, layout in layouts.items()]
         rows = list(_rows(bench, "block", order, runners, over=["block 32"]))
-        times = {row["what"]: row["time_over"].get("block 32", SAME)["median"] for row in rows if row["status"] == "ok"}
+        itself = {"block 32": {"median": 1.0}}
+        times = {r["what"]: {**itself, **r["time_over"]}["block 32"]["median"] for r in rows if r["status"] == "ok"}
         for row in rows:
             best = {"of_best": round(min(times.values()) / times[row["what"]], 3)} if row["what"] in times else {}
             yield {**row, **best}
@@ -105,5 +104,4 @@ def _kernel(bench: Bench, spec: AttentionSpec, layout: CacheLayout, name: str) -
 
 def _rows(bench: Bench, section: str, order: str, runners: list[Runner], over: list[str]) -> Iterable[Row]:
     cell: dict[str, Any] = {"label": f"B{BATCH} ctx{CONTEXT} {order}".strip()}
-    rows, _ = bench.compare(section, cell, runners, over=over)
-    yield from rows
+    yield from bench.compare(section, cell, runners, over=over)

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-Row = dict[str, Any]
+from cpu_bench.bench import Row
+
 OURS = ("pagegen HND", "pagegen NHD")
 
 

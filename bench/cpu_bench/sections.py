@@ -10,7 +10,7 @@ from cpu_peers.cell import Cell
 from cpu_bench import ours
 from cpu_bench.bench import Bench, Row
 from cpu_bench.samples import Gauge, Runner
-from pagegen.spec import AttentionSpec, CacheLayout
+from pagegen.spec import CacheLayout
 
 ORDERS = ("HND", "NHD")
 WALKS = ["walk HND", "walk NHD", "walk NHD rows"]
@@ -28,12 +28,6 @@ PREFILL = tuple(
 )
 
 
-def spec_of(cell: Cell) -> AttentionSpec:
-    return AttentionSpec(
-        num_q_heads=cell.num_q_heads, num_kv_heads=cell.num_kv_heads, head_dim=cell.head_dim, q_dtype=cell.torch_dtype
-    )
-
-
 def decode(bench: Bench, cells: Iterable[Cell]) -> Iterable[Row]:
     """Both cache orders, the walks of the same blocks and every peer, against read bandwidth."""
     for cell in cells:
@@ -42,13 +36,7 @@ def decode(bench: Bench, cells: Iterable[Cell]) -> Iterable[Row]:
 
 
 def _decoders(bench: Bench, cell: Cell) -> list[Runner]:
-    runners = []
-    for order in ORDERS:
-        layout = CacheLayout(block_size=cell.block_size, order=order)
-        found = ours.batches(bench.pool, spec_of(cell), layout, [cell.context] * cell.batch)
-        runners += [ours.kernel(found), ours.walk(found)]
-        runners += [ours.walk(found, rows=True)] if order == "NHD" else []
-    return runners
+    return [runner for order in ORDERS for runner in ours.with_walks(_batches(bench, cell, order))]
 
 
 def prefill(bench: Bench, cells: Iterable[Cell]) -> Iterable[Row]:
@@ -61,12 +49,12 @@ def prefill(bench: Bench, cells: Iterable[Cell]) -> Iterable[Row]:
 
 
 def _prefillers(bench: Bench, cell: Cell) -> list[Runner]:
-    runners = []
-    for order in ORDERS:
-        layout = CacheLayout(block_size=cell.block_size, order=order)
-        found = ours.batches(bench.pool, spec_of(cell), layout, [cell.context] * cell.batch)
-        runners.append(ours.kernel(found, cell.new))
-    return runners
+    return [ours.kernel(_batches(bench, cell, order), cell.new) for order in ORDERS]
+
+
+def _batches(bench: Bench, cell: Cell, order: str) -> ours.Batches:
+    layout = CacheLayout(block_size=cell.block_size, order=order)
+    return ours.batches(bench.pool, ours.spec_of(cell), layout, [cell.context] * cell.batch)
 
 
 def _compared(
@@ -84,5 +72,5 @@ def _compared(
     # the pool's memory is taken before it is seen how many peers have room beside it
     mine = make()
     for part, (ready, failed) in enumerate(bench.with_peers(cell)):
-        rows, _ = bench.compare(section, cell.to_dict(), [*mine, *ready, *failed], gauge, over=over, unit=unit)
+        rows = bench.compare(section, cell.to_dict(), [*mine, *ready, *failed], gauge, over=over, unit=unit)
         yield from rows if part == 0 else rows[len(mine) :]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagegen.spec.dtypes import DTYPES
 from pagegen.targets.huge_pages import huge_memory
 
 POOL_BYTES = 512 << 20  # K and V together: far more than any cache holds
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Largest error against float64 on random normal input; outputs are about 0.1 to 0.5.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 1e-2, "float32": 1e-3}
 
@@ -49,12 +49,6 @@ class Cell:
         return self.batch * self.context * self.num_kv_heads * self.head_dim * 2 * self.torch_dtype.itemsize
 
     @property
-    def flops(self) -> int:
-        """Two a multiply-add, of the (query, key) pairs that causality leaves."""
-        pairs = self.new * (self.context - self.new) + self.new * (self.new + 1) // 2
-        return 4 * self.batch * self.num_q_heads * self.head_dim * pairs
-
-    @property
     def sets(self) -> int:
         """Batches that take turns, so that nothing is found in a cache."""
         wanted = max(1, -(-POOL_BYTES // self.kv_bytes))
@@ -89,9 +83,9 @@ class Prepared:
     owners: tuple[Any, ...] = ()
 
 
-def given(cell: Cell, seed: int = 0) -> Given:
-    """Random normal content."""
-    generator = torch.Generator().manual_seed(seed)
+def given(cell: Cell) -> Given:
+    """Random normal content, always the same."""
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(cell.torch_dtype)
@@ -105,14 +99,18 @@ def expected(cell: Cell, content: Given) -> Tensor:
     q, k, v = (t.double().transpose(1, 2) for t in (content.q, content.k, content.v))
     k, v = (t.repeat_interleave(cell.group, dim=1) for t in (k, v))
     scores = q @ k.transpose(2, 3) * cell.head_dim**-0.5
-    seen = torch.arange(cell.context) <= torch.arange(cell.context - cell.new, cell.context)[:, None]
-    weights: Tensor = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights: Tensor = scores.masked_fill(~causal(cell), float("-inf")).softmax(-1)
     return (weights @ v).transpose(1, 2)
 
 
-def queries(cell: Cell) -> Tensor:
-    """[batch, new, Hq, D] of the cell's dtype."""
-    return given(Cell(**{**cell.to_dict(), "context": cell.new})).q
+def causal(cell: Cell) -> Tensor:
+    """bool [new, context]: which keys a query attends."""
+    return torch.arange(cell.context) <= torch.arange(cell.context - cell.new, cell.context)[:, None]
+
+
+def queries(cell: Cell, content: Given | None) -> Tensor:
+    """[batch, new, Hq, D] of the cell's dtype: those of the content, or random ones."""
+    return given(replace(cell, context=cell.new)).q if content is None else content.q
 
 
 def memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

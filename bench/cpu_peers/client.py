@@ -85,8 +85,8 @@ class Peer:
     def prepare(self, cell: Cell) -> None:
         """Checks the peer against float64 on a small cell of this kind, once, and lays the cell out."""
         kind = json.dumps({**cell.small().to_dict(), "batch": 0})
+        self.ask("version")  # loads what a process that was started again has not: vLLM's library
         if kind not in self._checked:
-            self.ask("version")
             found = self.ask("check", cell=cell.to_dict())
             self._checked[kind] = "" if found["right"] else f"off by {found['error']:.3g} from float64"
         if self._checked[kind]:

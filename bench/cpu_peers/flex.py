@@ -39,7 +39,7 @@ def prepare(cell: Cell, sets: int, content: Given | None) -> Prepared:
     score = cache.get_score_mod(None, kv_len=lens)
     torch._dynamo.reset()  # after eight shapes of one function it would no longer compile
     attend = torch.compile(flex_attention, dynamic=False)
-    q = (queries(cell) if content is None else content.q).transpose(1, 2)
+    q = queries(cell, content).transpose(1, 2)
     kept: list[torch.Tensor] = []
 
     def run(i: int) -> None:

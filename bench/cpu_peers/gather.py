@@ -26,7 +26,7 @@ def prepare(cell: Cell, sets: int, content: Given | None) -> Prepared:
     views = [
         g.view(cell.batch, -1, cell.num_kv_heads, cell.head_dim)[:, : cell.context].transpose(1, 2) for g in gathered
     ]
-    attend, out = attention(cell, queries(cell) if content is None else content.q)
+    attend, out = attention(cell, queries(cell, content))
 
     def run(i: int) -> None:
         for pool, to in zip((k, v), gathered, strict=True):

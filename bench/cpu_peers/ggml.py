@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cpu_peers.cell import Cell, Given, Prepared, dense, queries
+from cpu_peers.cell import Cell, Given, Prepared, causal, dense, queries
 
 
 def version() -> str:
@@ -25,11 +25,11 @@ def prepare(cell: Cell, sets: int, content: Given | None) -> Prepared:
 
     dtype = torch.float32 if cell.dtype == "float32" else torch.float16
     k, v = dense(cell, sets, content, dtype)
-    q = (queries(cell) if content is None else content.q).float().transpose(1, 2).contiguous()
+    q = queries(cell, content).float().transpose(1, 2).contiguous()
     out = torch.empty(cell.batch, cell.new, cell.num_q_heads, cell.head_dim)
     mask = None
     if cell.new > 1:
-        seen = torch.arange(cell.context) <= torch.arange(cell.context - cell.new, cell.context)[:, None]
+        seen = causal(cell)
         mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf")).to(torch.float16)
     graphs = [_Graph(ggml, cell, q, k[i], v[i], mask, out) for i in range(sets)]
     pool = _threads(ggml)

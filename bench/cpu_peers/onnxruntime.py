@@ -28,7 +28,7 @@ def prepare(cell: Cell, sets: int, content: Given | None) -> Prepared:
     dtype = torch.float32 if cell.dtype == "float32" else torch.float16
     session = _session(cell, dtype)
     k, v = dense(cell, sets, content, dtype)
-    q = (queries(cell) if content is None else content.q).to(dtype).reshape(cell.batch, cell.new, -1)
+    q = queries(cell, content).to(dtype).reshape(cell.batch, cell.new, -1)
     # the tokens that it appends: those that are there already
     news = [t[0, :, :, -cell.new :].transpose(1, 2).reshape(cell.batch, cell.new, -1).contiguous() for t in (k, v)]
     out = torch.empty_like(q)

@@ -29,11 +29,13 @@ def prepare(cell: Cell, sets: int, content: Given | None) -> Prepared:
         raise Unsupported(f"not driven in {cell.dtype}")
     table = tables(cell, sets, BLOCK)
     shape = (table.numel(), cell.num_kv_heads, BLOCK, cell.head_dim)
-    held = content or Given(queries(cell), *(memory(shape, cell.torch_dtype)[:1] for _ in range(2)))
+    tokens = cell.batch * cell.new
     if content is None:
         k_cache, v_cache = memory(shape, cell.torch_dtype), memory(shape, cell.torch_dtype)
+        k_new, v_new = (torch.randn(tokens, cell.num_kv_heads * cell.head_dim) for _ in range(2))
     else:
         k_cache, v_cache = (t.transpose(1, 2).contiguous() for t in paged(cell, content, table[0], BLOCK))
+        k_new, v_new = (t[:, -cell.new :].float().reshape(tokens, -1) for t in (content.k, content.v))
     request = ov.Core().compile_model(
         _model(cell), "CPU",
         {
@@ -41,21 +43,15 @@ def prepare(cell: Cell, sets: int, content: Given | None) -> Prepared:
             "INFERENCE_NUM_THREADS": torch.get_num_threads(), "ENABLE_CPU_PINNING": False,
         },
     ).create_infer_request()  # fmt: skip
-    tokens = cell.batch * cell.new
-    if content is None:
-        k_new, v_new = (torch.randn(tokens, cell.num_kv_heads * cell.head_dim) for _ in range(2))
-    else:
-        k_new, v_new = (t[:, -cell.new :].float().reshape(tokens, -1) for t in (held.k, held.v))
     starts = torch.arange(cell.batch + 1, dtype=torch.int32)
     inputs = {
-        "query": held.q.float().reshape(tokens, -1), "key": k_new, "value": v_new, "key_cache": k_cache,
+        "query": queries(cell, content).float().reshape(tokens, -1), "key": k_new, "value": v_new, "key_cache": k_cache,
         "value_cache": v_cache, "past_lens": torch.full((cell.batch,), cell.context - cell.new, dtype=torch.int32),
         "subsequence_begins": starts * cell.new, "block_indices_begins": starts * table.shape[2],
     }  # fmt: skip
     owners = {name: _tensor(ov, t.contiguous()) for name, t in inputs.items()}
     blocks = [_tensor(ov, t.flatten().contiguous()) for t in table]
-    longest = torch.tensor(cell.context, dtype=torch.int32)
-    owners["max_context_len"] = _tensor(ov, longest)
+    owners["max_context_len"] = _tensor(ov, torch.tensor(cell.context, dtype=torch.int32))
     for name, (tensor, _) in owners.items():
         request.set_tensor(name, tensor)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cpu_peers.cell import Cell, Given, Prepared, dense, queries
+from cpu_peers.cell import Cell, Given, Prepared, causal, dense, queries
 
 
 def version() -> str:
@@ -21,8 +21,7 @@ def version() -> str:
 
 def prepare(cell: Cell, sets: int, content: Given | None) -> Prepared:
     k, v = dense(cell, sets, content, cell.torch_dtype)
-    q = queries(cell) if content is None else content.q
-    attend, out = attention(cell, q)
+    attend, out = attention(cell, queries(cell, content))
     if cell.new > 1:
         k, v = (t.repeat_interleave(cell.group, dim=2) for t in (k, v))
 
@@ -33,19 +32,18 @@ def prepare(cell: Cell, sets: int, content: Given | None) -> Prepared:
 
 
 def attention(cell: Cell, q: Tensor) -> tuple[Callable[[Tensor, Tensor], None], Callable[[], Tensor]]:
-    """(a function of K and V [batch, heads, context, D], one that gives the last result)."""
+    """(a function of K and V [batch, heads, context, D], one that gives the last result [batch, new, Hq, D]), of
+    queries of that shape."""
     kept: list[Tensor] = []
-    causal, mask = False, None
+    square = 1 < cell.new == cell.context  # SDPA's own causal mask begins at the first key
+    mask = None if square or cell.new == 1 else causal(cell)
     if cell.new == 1:
         rows = q.view(cell.batch, cell.num_kv_heads, cell.group, cell.head_dim)
     else:
         rows = q.transpose(1, 2).contiguous()
-        causal = cell.new == cell.context
-        if not causal:
-            mask = torch.arange(cell.context) <= torch.arange(cell.context - cell.new, cell.context)[:, None]
 
     def attend(k: Tensor, v: Tensor) -> None:
-        kept[:] = [scaled_dot_product_attention(rows, k, v, mask, is_causal=causal)]
+        kept[:] = [scaled_dot_product_attention(rows, k, v, mask, is_causal=square)]
 
     def out() -> Tensor:
         result = kept[0]

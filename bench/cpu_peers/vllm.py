@@ -48,7 +48,7 @@ def prepare(cell: Cell, sets: int, content: Given | None) -> Prepared:
     for b, (k, v) in enumerate(zip(content.k, content.v, strict=True) if content is not None else ()):
         slots = table[0, b].long()[places // size] * size + places % size
         op.cpu_attn_reshape_and_cache(k, v, k_cache, v_cache, slots, isa, 1.0, 1.0, "auto")
-    q = (queries(cell) if content is None else content.q).flatten(0, 1)
+    q = queries(cell, content).flatten(0, 1)
     out = torch.empty_like(q)
     starts = torch.arange(cell.batch + 1, dtype=torch.int32) * cell.new
     lens = torch.full((cell.batch,), cell.context, dtype=torch.int32)

@@ -21,7 +21,7 @@ def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, deco
     if target.family == "cpp":
         return tuple(
             CppVariant(tile_kv=tile_kv, streams=8, heads_together=8, prefetch_tiles=1, split_tokens=split_tokens)
-            for tile_kv in (32, 128)
+            for tile_kv in ((32, 128) if decode else (64, 256))
             for split_tokens in (512, 2048, 8192)
         )
     heads = max(16, next_power_of_two(spec.group))

@@ -51,7 +51,8 @@ def merge_listed_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple
 
 def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None) -> None:
     """`torch.ops.pagegen.merge_into`: a state's rows (`rows` int64, or all) become what merging them with the rows of
-    another one gives. An operator of the package's own: its caller has checked what it passes."""
+    another one gives. out [total_q, Hq, Dv] and lse float32 [total_q, Hq] change in place; the other has as many rows
+    as are named. An operator of the package's own: its caller has checked what it passes."""
     merger = _merger(out)
     if merger is not None:
         if len(other_out):
@@ -80,7 +81,8 @@ def _merged(merger: Merger, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> t
 
 
 def merge_by_torch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The merged state by torch's own operators, twenty launches."""
+    """The merged state of outs [num_states, num_rows, Hq, Dv] and lses float32 [num_states, num_rows, Hq] by torch's
+    own operators, twenty launches."""
     top = lses.amax(dim=0)
     # an empty state has lse -inf: weigh it 0 without ever computing -inf - -inf
     behind = lses - top.masked_fill(top == -torch.inf, 0.0)

@@ -127,7 +127,7 @@ def block_copier(target: Target) -> Copier:
 
 
 def state_merger(target: Target) -> Merger | None:
-    """What merges partial states in one launch, on a CPU with a compiler; None elsewhere: torch's own operators do."""
+    """What merges partial states in one call, on a CPU with a compiler; None elsewhere: torch's own operators do."""
     if target.kind == "cpu":
         from pagegen.targets import cpu, cpu_merge
 

@@ -27,6 +27,7 @@ TEXT = """#include <algorithm>
 #include <limits>
 #include <omp.h>
 #include <type_traits>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -44,12 +45,14 @@ def flags(command: list[str], version: str, folder: Path, key: str, timeout_s: f
     if "clang" in version:  # has another mechanism, and reads its headers in 0.4 s
         return []
     made = folder / f"headers-{key}"
-    _compiled[made] += 1
-    if not (made / f"{NAME}.gch").exists():
-        with _making:
-            if _compiled[made] < WORTH_IT or not ((made / f"{NAME}.gch").exists() or _make(command, made, timeout_s)):
-                return []
-    return ["-include", str(made / NAME)]
+    with _making:
+        _compiled[made] += 1
+        there = _are_in(made) or (_compiled[made] >= WORTH_IT and _make(command, made, timeout_s))
+    return ["-include", str(made / NAME)] if there else []
+
+
+def _are_in(made: Path) -> bool:
+    return (made / f"{NAME}.gch").exists()
 
 
 def _make(command: list[str], made: Path, timeout_s: float) -> bool:
@@ -66,7 +69,7 @@ def _make(command: list[str], made: Path, timeout_s: float) -> bool:
             return False
         work.rename(made)  # fails where another process was faster: theirs are as good
     except (OSError, subprocess.TimeoutExpired):
-        return (made / f"{NAME}.gch").exists()
+        return _are_in(made)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return True

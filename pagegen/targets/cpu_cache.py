@@ -15,7 +15,8 @@ from pagegen.targets.cache_call import Rotation, WriteCall
 # go, and the rotation.
 _WRITE_ARGS = struct.Struct("@4Q12q 4Q12q Q6q 5Q12q")
 _COPY_ARGS = struct.Struct("@3Q13q")
-_DTYPE_CODES = {
+# As templates/cache_ops.hpp and merge.hpp number them.
+DTYPE_CODES = {
     dtype: code
     for code, dtype in enumerate(
         (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, INT4)
@@ -39,8 +40,8 @@ def write(call: WriteCall) -> None:
         call.slots.data_ptr(),
         *k.shape[:2],
         call.k_cache.shape[1],
-        _DTYPE_CODES[k.dtype],
-        _DTYPE_CODES[call.stored],
+        DTYPE_CODES[k.dtype],
+        DTYPE_CODES[call.stored],
         torch.get_num_threads(),
         *(_NO_ROTATION if rotation is None else _rotation(rotation)),
     )
@@ -78,8 +79,8 @@ def _rotation(rotation: Rotation) -> tuple[int, ...]:
         q.shape[1],
         *cos.shape,
         rotation.interleaved,
-        _DTYPE_CODES[q.dtype],
-        _DTYPE_CODES[cos.dtype],
+        DTYPE_CODES[q.dtype],
+        DTYPE_CODES[cos.dtype],
     )
 
 

@@ -9,11 +9,11 @@ import torch
 
 from pagegen.targets import cpu
 from pagegen.targets.cache_call import State
+from pagegen.targets.cpu_cache import DTYPE_CODES
 
 # The structs of templates/merge.hpp: sizes, then the target and the states.
 _SIZES = struct.Struct("@6q")
 _STATE = struct.Struct("@3Q4q")
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def merge(target: State, states: Sequence[State]) -> None:
@@ -22,7 +22,7 @@ def merge(target: State, states: Sequence[State]) -> None:
     named = next((state.rows for state in (target, *states) if state.rows is not None), None)
     rows, heads, dim = target.out.shape
     sizes = _SIZES.pack(
-        len(states), rows if named is None else len(named), heads, dim, _DTYPE_CODES[target.out.dtype],
+        len(states), rows if named is None else len(named), heads, dim, DTYPE_CODES[target.out.dtype],
         torch.get_num_threads(),
     )  # fmt: skip
     cpu.library().pagegen_merge_states(sizes + b"".join(map(_packed, (target, *states))))

@@ -97,7 +97,8 @@ class Walk:
 
 
 def walk(arguments: bytes) -> int:
-    """Walks by `Walk.arguments`."""
+    """Reads what `Walk.arguments` packed and returns the sum of its 32-bit words modulo 2^32, without packing anew: a
+    short walk takes as long. Raises CompileError where no compiler works."""
     return int(library().pagegen_walk(arguments))
 
 

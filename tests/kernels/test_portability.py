@@ -8,7 +8,7 @@ import functools
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 import torch
 from arm_machine import ArmAttention, ArmLibrary
 from cpu_cases import DECODE, PORTABLE, SHORT, Case, check, run, same_bits, source
+from cpu_loops import Loop
 
 import pagegen
 from pagegen.codegen import cpp
@@ -89,9 +90,9 @@ def lacks(machine: tuple[str, ...]) -> str | None:
 
 
 @pytest.fixture
-def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Sets the compiler, as a user does."""
-    yield lambda cxx: monkeypatch.setenv("CXX", cxx)
+    return lambda cxx: monkeypatch.setenv("CXX", cxx)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,7 +203,7 @@ def written_and_copied(stored: torch.dtype) -> tuple[torch.Tensor, ...]:
 # ---- what the compilers make of the loops ---------------------------------------------------------------
 
 
-def decode_loops(cxx: str, machine: tuple[str, ...], compiled_by: Callable[[str], None], loads: str) -> list:
+def decode_loops(cxx: str, machine: tuple[str, ...], compiled_by: Callable[[str], None], loads: str) -> list[Loop]:
     """The loops of a bf16 decode kernel that multiply what `loads` brings: 8 products of vectors at least, and one in
     6 instructions (1 in 3 or 4 is usual; in the softmax it is 1 in 7 to 10)."""
     objdump = arm_machine.OBJDUMP if cxx == arm_machine.CXX else "objdump"
@@ -217,7 +218,7 @@ def decode_loops(cxx: str, machine: tuple[str, ...], compiled_by: Callable[[str]
     return [loop for loop in loops if cpu_loops.count(loop, products) >= max(8, len(loop) / 6)]
 
 
-def check_registers_hold_the_vectors(loops: list[cpu_loops.Loop], products: str) -> None:
+def check_registers_hold_the_vectors(loops: list[Loop], products: str) -> None:
     """Few moves through the stack beside the products: sums that are kept for later may lie there, but no operand."""
     assert len(loops) >= 2, "the products with keys and with values"
     for loop in loops:

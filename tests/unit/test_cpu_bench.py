@@ -220,6 +220,16 @@ def test_a_wrong_result_is_no_number(monkeypatch):
     assert peer_runner(peer, Cell(batch=1, context=64)).failure == "wrong: off by 0.5 from float64"
 
 
+def test_a_process_loads_its_libraries_before_every_cell_since_it_may_have_been_started_again(monkeypatch):
+    asked = []
+    peer = Peer("vllm", threads=1)
+    answer = {"version": "1", "error": 0.0, "right": True, "note": ""}
+    monkeypatch.setattr(peer, "ask", lambda verb, **_: asked.append(verb) or answer)
+    for _ in range(2):
+        peer.prepare(Cell(batch=1, context=64))
+    assert asked == ["version", "check", "prepare", "version", "prepare"]
+
+
 # ---- installing ------------------------------------------------------------------------------------------
 
 

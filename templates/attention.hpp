@@ -11,21 +11,23 @@
 // A work item is (sequence, run of queries, KV head or several, range of keys). The query heads that share a KV
 // head are computed together, so K and V are read once a group. Two ways to compute an item:
 //   stream  few rows (decode): rows of K and V are used straight from the cache, several token streams at a
-//           time, while lines of a later tile are asked into L2. Bound by memory.
+//           time, while lines of a later tile are asked for. Bound by memory.
 //   panel   many rows (prefill, large groups): a tile of K and V is packed once into panels that stay in L1/L2
 //           and meets all rows of the item in register blocks. Bound by arithmetic.
 // A score is scaled, capped, gets its ALiBi and then the score function's change; causality, window, tree and mask
 // function decide which are kept. Keys that no row of an item may attend are not read, values neither: 0 * NaN would
 // be NaN. A value that is not finite reaches the rows of its item that attend its key, and may reach the others.
-// Softmax state, sums and partial results are float32. Which way serves a sequence, where its tiles and splits begin
-// and the order in which splits are merged depend on that sequence alone: not on the number of threads, on its
-// neighbours in the batch or on where its blocks lie. So results are bitwise reproducible.
+// Softmax state, sums and partial results are float32 (sums of bytes are exact integers, made float32 once a tile).
+// Which way serves a sequence, where its tiles and splits begin and the order in which splits are merged depend on that
+// sequence alone: not on the number of threads, on its neighbours in the batch or on where its blocks lie. So results
+// are bitwise reproducible.
 //
 // The parts: vectors.hpp, narrow.hpp (quantised elements), products.hpp, call.hpp (arguments, score and mask
 // functions), plan.hpp (work items), tiles.hpp (where tokens lie), softmax.hpp, ends.hpp (where rows begin and end),
+// rows.hpp (a tile's rows, and asking for them ahead), words.hpp and bytes.hpp (products of the stream way),
 // stream.hpp, panel.hpp.
 //
-// Build: c++ -O3 -march=native -std=c++20 -fopenmp -ffp-contract=off -shared -fPIC
+// Build: c++ -O2 -fpeel-loops -std=c++20 -fopenmp -ffp-contract=off -fwrapv -shared -fPIC -march=native
 // (contraction off: `x * scale - max` must not become a fused operation, or a score of 1e30 overflows)
 #pragma once
 
@@ -65,7 +67,7 @@ struct Constants {
   static constexpr int rows_together = 2;    // rows of q that a row of V of 16 or 32 bits meets at once
   static constexpr int prefetch_tiles = 1;   // how far ahead lines are asked for; 0: never
   static constexpr bool prefetch_tokens = false; // whole tokens, all heads of an item, where they lie side by side
-  static constexpr int prefetch_hint = 2;    // into which cache: 3 L1, 2 L2, 0 L1 and soon out of it again
+  static constexpr int prefetch_hint = 2;    // into which cache: 3 L1, 2 L2
   static constexpr bool dot = true;          // products of narrower types where the CPU has them; false: of float32
   static constexpr int split_tokens = 2048;  // keys an item covers at most, where a sequence has few queries
   static constexpr int num_splits = 0;       // instead, where not 0: so many items a sequence, of equal length
@@ -80,7 +82,7 @@ template <class C> struct Attention : Ends<C> {
   using typename Base::Args;
   using Base::D, Base::DV, Base::G, Base::PANEL_QUERIES, Base::STREAM_ROWS;
 
-  // (row, key) pairs that one thread does in the time it takes to wake another: about 2 us
+  // multiply-adds that one thread does in the time it takes to wake another: about 2 us
   static constexpr int64_t SMALL_WORK = 1 << 19;
 
   // Runs the call. Returns 0, or the bytes of workspace it needs when it was given less (and did nothing).

@@ -5,11 +5,13 @@
 //            int4), which adds that times the row's sum
 //   values   weights times 32512 / their maximum in the tile, and values made unsigned; a word has four tokens
 //
-// A score is off by at most 2^-16 max|q| sum|k|, a weight by 2^-16 of the tile's largest: less than rounding a weight
-// to bf16 takes.
+// A score is off by at most max|q| sum|k| / 65024, a weight by 1/65024 of the tile's largest, which bf16 rounds by up
+// to 1/512.
 #pragma once
 
 #include "rows.hpp"
+
+#include <utility>
 
 namespace pagegen {
 namespace {
@@ -18,12 +20,13 @@ template <class C> struct Bytes : TileRows<C> {
   using Base = TileRows<C>;
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
   using typename Base::M, typename Base::Q, typename Base::Rows, typename Base::Span, typename Base::State;
-  using Base::D, Base::DV, Base::OUT, Base::R, Base::TILE, Base::ZEROS;
+  using Base::D, Base::DV, Base::OUT, Base::R, Base::SUMS, Base::TILE, Base::TOKENS, Base::ZEROS;
 
   static constexpr bool PACKED = std::is_same_v<KV, s4x2>, INTEGERS = PACKED || std::is_same_v<KV, s8>;
 #if defined(PAGEGEN_VNNI)
-  // float32 queries keep their 24 bits; past 256 elements a sum could overflow
-  static constexpr bool SERVES = C::dot && INTEGERS && !std::is_same_v<Q, float> && D % 16 == 0 && D <= 256;
+  // float32 queries keep their 24 bits; past 256 elements, or tokens of a tile, a sum could overflow
+  static constexpr bool SERVES = C::dot && INTEGERS && !std::is_same_v<Q, float> && D % 16 == 0 && D <= 256 &&
+                                 TILE <= 256;
 #else
   static constexpr bool SERVES = false;
 #endif
@@ -31,8 +34,6 @@ template <class C> struct Bytes : TileRows<C> {
   static constexpr int OFFSET = PACKED ? 8 : 128; // what makes a key or a value unsigned
   static constexpr int MOST = 127 * 256;          // of what has two planes: the high byte is signed, and rounds up
   static constexpr int PIECES = ceil_div(D, 64 * PER_BYTE); // of 64 bytes of a key
-  static constexpr int GP = R <= 1 ? 1 : R <= 2 ? 2 : R <= 4 ? 4 : 8;
-  static constexpr int TOKENS = std::max(1, W / GP), SUMS = GP * TOKENS; // scored at once
   // A pass makes 32 columns of the sums: two vectors.
   static constexpr int PASSES = ceil_div(DV, 64 * PER_BYTE) * 2 * PER_BYTE;
   static constexpr int WIDTH = PASSES * 2 * W;
@@ -48,7 +49,7 @@ template <class C> struct Bytes : TileRows<C> {
     alignas(64) int8_t high[R][TILE], low[R][TILE];
     float unit[R], offset[R];
   };
-  static PAGEGEN_INLINE float* weights_of(Weights& w, int g) { return w.weight[g]; }
+  static PAGEGEN_INLINE float* weights_of(Weights& w, int r) { return w.weight[r]; }
 
 #if defined(PAGEGEN_VNNI)
   // Floats as two planes of bytes; returns what an integer is worth, NaN where a float is not finite, and the
@@ -74,8 +75,8 @@ template <class C> struct Bytes : TileRows<C> {
 
   static void load_query(const Args& a, int64_t token, int head, Query& q) {
     std::memset(&q, 0, sizeof q);
-    for (int g = 0; g < R; g++) {
-      const Q* from = (const Q*)a.q + token * a.q_token_stride + (head + g) * a.q_head_stride;
+    for (int r = 0; r < R; r++) {
+      const Q* from = (const Q*)a.q + token * a.q_token_stride + (head + r) * a.q_head_stride;
       alignas(64) float x[D];
       alignas(64) int8_t high[D], low[D];
       vf sum = vf{};
@@ -84,16 +85,16 @@ template <class C> struct Bytes : TileRows<C> {
         store(x + i, loaded);
         sum = sum + loaded;
       }
-      q.sum[g] = sum_lanes(sum);
+      q.sum[r] = sum_lanes(sum);
       int32_t total;
       const float unit = to_planes(x, {0, D}, high, low, total);
       for (int i = 0; i < D; i++) {
         const int byte = i / PER_BYTE;
-        q.high[g][byte / 64][i % PER_BYTE][byte % 64] = high[i];
-        q.low[g][byte / 64][i % PER_BYTE][byte % 64] = low[i];
+        q.high[r][byte / 64][i % PER_BYTE][byte % 64] = high[i];
+        q.low[r][byte / 64][i % PER_BYTE][byte % 64] = low[i];
       }
-      std::fill_n(q.unit + g * TOKENS, TOKENS, unit);
-      std::fill_n(q.offset + g * TOKENS, TOKENS, (float)total * OFFSET);
+      std::fill_n(q.unit + r * TOKENS, TOKENS, unit);
+      std::fill_n(q.offset + r * TOKENS, TOKENS, (float)total * OFFSET);
     }
   }
 
@@ -138,11 +139,11 @@ template <class C> struct Bytes : TileRows<C> {
 #pragma GCC unroll 2
           for (int n = 0; n < PER_BYTE; n++)
 #pragma GCC unroll 8
-            for (int g = 0; g < R; g++) {
-              const __m512i query = kept(plane[g][i][n]);
+            for (int r = 0; r < R; r++) {
+              const __m512i query = kept(plane[r][i][n]);
 #pragma GCC unroll 16
               for (int j = 0; j < TOKENS; j++) {
-                vi& s = sum[g * TOKENS + j];
+                vi& s = sum[r * TOKENS + j];
                 s = (vi)_mm512_dpbusd_epi32((__m512i)s, key[j][i][n], query);
               }
             }
@@ -166,21 +167,21 @@ template <class C> struct Bytes : TileRows<C> {
       store(all + i, (whole - load(q.offset + i)) * load(q.unit + i));
     }
 #pragma GCC unroll 8
-    for (int g = 0; g < R; g++) std::memcpy(&score[g][t], all + g * TOKENS, TOKENS * sizeof(float));
+    for (int r = 0; r < R; r++) std::memcpy(&score[r][t], all + r * TOKENS, TOKENS * sizeof(float));
   }
 
   // A row's weights as integers. What zero points add follows the weights as rounded: it cancels.
-  static PAGEGEN_INLINE void prepare(Weights& w, int g, Span span, const Factors& f, State& state) {
+  static PAGEGEN_INLINE void prepare(Weights& w, int r, Span span, const Factors& f, State& state) {
     int32_t total;
-    w.unit[g] = to_planes(w.weight[g], span, w.high[g], w.low[g], total);
-    w.offset[g] = (float)total * OFFSET;
+    w.unit[r] = to_planes(w.weight[r], span, w.high[r], w.low[r], total);
+    w.offset[r] = (float)total * OFFSET;
     if constexpr (ZEROS) {
       vf shift = vf{};
       for (int t = span.begin; t < span.end; t += W) {
-        const vi upper = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.high[g] + t)));
-        const vi lower = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.low[g] + t)));
-        const vf rounded = __builtin_convertvector(upper * 256 + lower, vf) * w.unit[g];
-        shift = fma(rounded - load(w.weight[g] + t), load(f.v_zero + t), shift);
+        const vi upper = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.high[r] + t)));
+        const vi lower = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.low[r] + t)));
+        const vf rounded = __builtin_convertvector(upper * 256 + lower, vf) * w.unit[r];
+        shift = fma(rounded - load(w.weight[r] + t), load(f.v_zero + t), shift);
       }
       state.shift += sum_lanes(shift);
     }

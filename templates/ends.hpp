@@ -3,8 +3,6 @@
 
 #include "softmax.hpp"
 
-#include <cstddef>
-
 namespace pagegen {
 namespace {
 

@@ -78,30 +78,30 @@ template <class C> struct Panel : Ends<C> {
     for (int i = 0; i < M::value_vectors; i++) M::store_words(to + i * W, words[i]);
   }
 
-  // c[MR][VECTORS * W] = c * decay (or 0) + a[MR][steps] b[steps][...], the product in registers
-  template <int VECTORS_, int A_STRIDE, int B_STRIDE, int C_STRIDE, bool FRESH>
+  // c[MR][COUNT * W] = c * decay (or 0) + a[MR][steps] b[steps][...], the product in registers
+  template <int COUNT, int A_STRIDE, int B_STRIDE, int C_STRIDE, bool FRESH>
   static PAGEGEN_INLINE void multiply(int steps, const Word* a, const Word* b, float* c, const float* decay) {
-    vf sum[MR][VECTORS_];
+    vf sum[MR][COUNT];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-      for (int j = 0; j < VECTORS_; j++) sum[r][j] = vf{};
+      for (int j = 0; j < COUNT; j++) sum[r][j] = vf{};
 #pragma GCC unroll 2
     for (int k = 0; k < steps; k++) {
-      VWord right[VECTORS_];
+      VWord right[COUNT];
 #pragma GCC unroll 4
-      for (int j = 0; j < VECTORS_; j++) right[j] = M::load_words(b + k * B_STRIDE + j * W);
+      for (int j = 0; j < COUNT; j++) right[j] = M::load_words(b + k * B_STRIDE + j * W);
 #pragma GCC unroll 8
       for (int r = 0; r < MR; r++) {
         const VWord left = M::broadcast(a[r * A_STRIDE + k]);
 #pragma GCC unroll 4
-        for (int j = 0; j < VECTORS_; j++) sum[r][j] = M::dot(sum[r][j], right[j], left);
+        for (int j = 0; j < COUNT; j++) sum[r][j] = M::dot(sum[r][j], right[j], left);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-      for (int j = 0; j < VECTORS_; j++) {
+      for (int j = 0; j < COUNT; j++) {
         float* to = c + r * C_STRIDE + j * W;
         store(to, FRESH ? sum[r][j] : fma(load(to), splat(decay[r]), sum[r][j]));
       }

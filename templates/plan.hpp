@@ -99,7 +99,7 @@ template <class C> struct Plan {
   }
   static constexpr int R = rows_at_once();
 
-  // Decided per sequence from its own length alone.
+  // Decided per sequence from its own number of queries. A group of 11 or 13 has no divisor of 4 to 8: panels serve it.
   static constexpr int STREAM_ROWS = G <= 8 ? 8 : G <= 32 && R >= 4 ? G : 0; // above it, packing panels pays for itself
   static constexpr int SPLIT_ROWS = 64;  // above it, an item has work enough without dividing its keys
   static constexpr int MR = kPanelRows;

@@ -7,7 +7,7 @@ namespace pagegen {
 namespace {
 
 // float32 throughout: a word is one element, converted when loaded. Where a CPU has products of narrower types and they
-// are wanted (DOT), the specialisations below take over.
+// are wanted (DOT), the specialisations below, or for int8 and int4 bytes.hpp, take over.
 template <class Q, class KV, bool DOT> struct Math {
   using Word = float;
   using VWord = vf;
@@ -15,7 +15,6 @@ template <class Q, class KV, bool DOT> struct Math {
   static constexpr int key_vectors = 1;   // vectors of words that are best loaded at once from a row of K
   static constexpr int value_vectors = 1; // vectors of words that one load of V gives
   using Weight = float;                   // how a softmax weight is kept
-
 
   static PAGEGEN_INLINE VWord broadcast(Word x) { return splat(x); }
   static PAGEGEN_INLINE VWord load_words(const Word* p) { return load(p); }

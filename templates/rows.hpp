@@ -12,6 +12,9 @@ template <class C> struct TileRows : Ends<C> {
   using typename Base::Lanes, typename Base::Span, typename Base::Tile;
   using Base::D, Base::DV, Base::FACTORS, Base::RUN, Base::RUNS, Base::TILE;
 
+  static constexpr int PADDED = std::bit_ceil((unsigned)Base::R); // rows, so that sums fill whole vectors
+  static constexpr int TOKENS = std::max(1, W / PADDED), SUMS = PADDED * TOKENS; // scored at once
+
   // A tile that is read where it lies is read in streams, one that is copied first is copied in order.
   static PAGEGEN_INLINE const Lanes& lanes_of(const Tile& tile) {
     return tile.live.whole() ? Base::kStreamed : Base::kPlain;

@@ -1,4 +1,5 @@
-// The stream way, for few rows (decode): rows of K and V are used straight from the cache.
+// The stream way, for few rows (decode): rows of K and V are used straight from the cache; a
+// partial tile is copied first.
 #pragma once
 
 #include "bytes.hpp"
@@ -19,9 +20,10 @@ template <class C> struct Stream : Products<C> {
 
   static constexpr int HEADS = C::heads_together;
   static constexpr int PARTS = G / R, SETS = std::max(1, STREAM_ROWS / R); // sets of R rows: of a query, of an item
-  static constexpr int SLOTS = C::prefetch_tiles + 1; // tiles that are looked at: with one head a unit is a tile
+  static constexpr int RING = C::prefetch_tiles + 1; // the present tile and those asked for ahead
 
-  // What a unit asks for: rows of the next unit's head, or (`whole`) its share of the next tile's tokens, all heads.
+  // What a unit asks for: rows of the unit that comes `ahead` units later, or (`whole`) its share of a later tile's
+  // tokens, all heads.
   struct Next {
     Rows k, v;
     bool whole;
@@ -48,8 +50,8 @@ template <class C> struct Stream : Products<C> {
     alignas(64) KV k[TILE * D / kPack<KV>];
     alignas(64) KV v[C::shared_kv ? 1 : TILE * DV / kPack<KV>];
     Factors factors;
-    Tile tiles[SLOTS];
-    Places places[SLOTS];
+    Tile tiles[RING];
+    Places places[RING];
   };
 
   // One tile and one KV head: every query of the item meets it.
@@ -94,9 +96,9 @@ template <class C> struct Stream : Products<C> {
     int32_t located = first; // tiles before it have been located
     const auto locate = [&](int32_t tile) {
       for (; located <= tile; located++) {
-        Tile& found = w.tiles[located % SLOTS];
+        Tile& found = w.tiles[located % RING];
         Base::locate(a, item, located * TILE, found);
-        if (found.live.any()) Base::find_places(a, found, w.factors, w.places[located % SLOTS]);
+        if (found.live.any()) Base::find_places(a, found, w.factors, w.places[located % RING]);
       }
     };
     for (int64_t u = 0; u < units; u++) { // a unit is one tile and one head
@@ -104,10 +106,10 @@ template <class C> struct Stream : Products<C> {
       const int32_t tile = first + u / item.heads, later_tile = first + later / item.heads;
       const int h = u % item.heads, later_h = whole ? 0 : later % item.heads;
       locate(later_tile);
-      const Tile& here = w.tiles[tile % SLOTS];
+      const Tile& here = w.tiles[tile % RING];
       if (!here.live.any()) continue;
-      const int there = w.tiles[later_tile % SLOTS].live.any() ? later_tile % SLOTS : tile % SLOTS;
-      const Places &place = w.places[tile % SLOTS], &later_place = w.places[there];
+      const int there = w.tiles[later_tile % RING].live.any() ? later_tile % RING : tile % RING;
+      const Places &place = w.places[tile % RING], &later_place = w.places[there];
       Rows k{k_cache + h * a.k_head_stride, place.k}, v{v_cache + h * a.v_head_stride, place.v};
       const Next next{{k_cache + later_h * a.k_head_stride, later_place.k},
                       {v_cache + later_h * a.v_head_stride, later_place.v},

@@ -97,7 +97,7 @@ template <class C> struct Tiles : Plan<C> {
   struct Span { // of lanes; whole steps of the arithmetic
     int begin, end;
   };
-  static constexpr int STEP = 16;
+  static constexpr int STEP = 16; // a multiple of W and of the tokens that any step of the arithmetic takes
   static PAGEGEN_INLINE Span span_of(const Live& live) {
     return live.whole() ? Span{0, TILE} : Span{live.begin / STEP * STEP, round_up(live.end, STEP)};
   }

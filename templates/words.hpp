@@ -11,12 +11,10 @@ template <class C> struct Words : TileRows<C> {
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
   using typename Base::M, typename Base::Rows, typename Base::Span, typename Base::State, typename Base::VWord;
   using typename Base::Word;
-  using Base::D, Base::DV, Base::OUT, Base::R, Base::TILE, Base::VECTORS, Base::KEY_FULL, Base::KEY_LANES;
-  using Base::KEY_TAIL, Base::VALUE_LANES, Base::VALUE_TAIL;
+  using Base::D, Base::DV, Base::OUT, Base::R, Base::SUMS, Base::TILE, Base::TOKENS, Base::VECTORS, Base::KEY_FULL;
+  using Base::KEY_LANES, Base::KEY_TAIL, Base::VALUE_LANES, Base::VALUE_TAIL;
   using Weight = typename Base::Weight;
 
-  static constexpr int GP = R <= 1 ? 1 : R <= 2 ? 2 : R <= 4 ? 4 : 8; // rows, so that sums fill whole vectors
-  static constexpr int TOKENS = std::max(1, W / GP), SUMS = GP * TOKENS; // scored at once
 
   struct Query { // R rows of one query
     alignas(64) Word word[R][Base::KEY_WORDS];
@@ -24,7 +22,7 @@ template <class C> struct Words : TileRows<C> {
   };
 
   static void load_query(const Args& a, int64_t token, int head, Query& q) {
-    for (int g = 0; g < R; g++) q.sum[g] = Base::load_query(a, token, head + g, q.word[g]);
+    for (int r = 0; r < R; r++) q.sum[r] = Base::load_query(a, token, head + r, q.word[r]);
   }
 
   // Adding up across lanes is a long chain: it is done for the tokens before, beside the products of the next ones.
@@ -41,12 +39,12 @@ template <class C> struct Words : TileRows<C> {
 #pragma GCC unroll 16
         for (int j = 0; j < TOKENS; j++) loader(Base::at(row[j], vector * KEY_LANES), key[j]);
 #pragma GCC unroll 8
-        for (int g = 0; g < R; g++) {
+        for (int r = 0; r < R; r++) {
 #pragma GCC unroll 2
           for (int i = 0; i < VECTORS; i++) {
-            const VWord query = M::load_words(q.word[g] + (vector + i) * W);
+            const VWord query = M::load_words(q.word[r] + (vector + i) * W);
 #pragma GCC unroll 16
-            for (int j = 0; j < TOKENS; j++) sum[g * TOKENS + j] = M::dot(sum[g * TOKENS + j], key[j][i], query);
+            for (int j = 0; j < TOKENS; j++) sum[r * TOKENS + j] = M::dot(sum[r * TOKENS + j], key[j][i], query);
           }
         }
       };
@@ -71,13 +69,13 @@ template <class C> struct Words : TileRows<C> {
 #pragma GCC unroll 8
     for (int i = 0; i < SUMS; i += W) store(all + i, sum_each(sum + i));
 #pragma GCC unroll 8
-    for (int g = 0; g < R; g++) std::memcpy(&score[g][t], all + g * TOKENS, TOKENS * sizeof(float));
+    for (int r = 0; r < R; r++) std::memcpy(&score[r][t], all + r * TOKENS, TOKENS * sizeof(float));
   }
 
   struct Weights {
     alignas(64) Weight weight[R][TILE];
   };
-  static PAGEGEN_INLINE Weight* weights_of(Weights& w, int g) { return w.weight[g]; }
+  static PAGEGEN_INLINE Weight* weights_of(Weights& w, int r) { return w.weight[r]; }
   static PAGEGEN_INLINE void prepare(Weights&, int, Span, const Factors&, State&) {}
 
   // A row of V meets several rows of q at once: with few, it is taken whole in one pass of many columns; with many, it

@@ -23,7 +23,7 @@ PLANS: dict[tuple[Any, ...], plans.Plan] = {}
 _PASSED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _MOST_PASSED = 4096  # of 2 KiB each; then they are forgotten
 _OPTIONAL = ("query_start_loc", "alibi_slopes", "sinks", "k_scale", "v_scale", "k_zero", "v_zero", "tree_mask")
-_SCALARS = (
+_PLAIN = (
     "max_query_len", "scale", "causal", "window", "logit_softcap", "score_mod", "mask_mod", "kv_dtype", "v_head_dim",
     "batch_invariant",
 )  # fmt: skip
@@ -131,7 +131,7 @@ def _seen(
     return (
         *map(_form, (q, k_cache, v_cache, block_table, seq_lens)),
         *[None if (value := get(name)) is None else _form(value) for name in _OPTIONAL],
-        *map(get, _SCALARS),
+        *map(get, _PLAIN),
         longest is not None and longest < 0,
     )
 

@@ -14,7 +14,7 @@ LOADS = ("pointer", "descriptor")
 REDUCES = ("kernel", "last")
 PREFETCHES = (0, 1, 2, 4, 8)
 # The cache a C++ kernel asks lines into, by the locality that __builtin_prefetch takes.
-PREFETCH_HINTS = {"l1": 3, "l2": 2, "once": 0}
+PREFETCH_HINTS = {"l1": 3, "l2": 2}
 PREFETCH_ORDERS = ("head", "token")
 SCHEDULES = ("dynamic", "balanced")
 ACCUMULATES = ("dot", "float32")
@@ -169,12 +169,12 @@ class CppVariant(Variant):
     `tile_kv`: keys scored at once. `streams`: places in the tile read side by side, so that more memory requests
     are in flight. `heads_together`: KV heads that one work item reads in turn, tile by tile, at most.
     `rows_together`: rows of q that a row of V of 16 or 32 bits meets at once, at most. `prefetch_tiles`: how far
-    ahead lines are asked for, in tiles (0 = never); `prefetch_order`: "head" by head, or a "token" after the other
-    with all its heads, where those lie side by side (NHD); `prefetch_hint`: into which cache ("once": L1, to be
-    dropped after use). `split_tokens`: keys one work item covers; longer sequences are divided and merged.
-    `num_splits`, where not 0: so many items a sequence instead. `schedule`: a thread takes the next item left
-    ("dynamic"), or a run of items of equal work ("balanced"). `accumulate`: by "dot" products of 16 or 8 bits where
-    the CPU has them for the dtypes, or in "float32" throughout.
+    ahead lines are asked for, in tiles of one head, or of all heads of an item with `prefetch_order` "token" (0 =
+    never); `prefetch_order`: "head" by head, or a "token" after the other with all its heads, where those lie side
+    by side (NHD); `prefetch_hint`: into which cache. `split_tokens`: keys one work item covers; longer sequences
+    are divided and merged. `num_splits`, where not 0: so many items a sequence instead. `schedule`: a thread takes
+    the next item left ("dynamic"), or a run of items of equal work ("balanced"). `accumulate`: by "dot" products of
+    16 or 8 bits where the CPU has them for the dtypes, or in "float32" throughout.
     """
 
     family: ClassVar[str] = "cpp"

@@ -199,7 +199,7 @@ def _cpp_variant(random: Random) -> CppVariant:
         num_splits=random.choice([0, 0, 1, 2, 5]),
         schedule=random.choice(["dynamic", "balanced"]),
         prefetch_order=random.choice(["head", "token"]),
-        prefetch_hint=random.choice(["l2", "l2", "l1", "once"]),
+        prefetch_hint=random.choice(["l2", "l1"]),
         accumulate=random.choice(["dot", "dot", "dot", "float32"]),
     )
 

@@ -157,7 +157,7 @@ def raw_cpp(kernel: Kernel) -> AttentionKernel:
         "bool balanced": int(variant.schedule == "balanced"), "bool dot": int(variant.accumulate == "dot"),
         "int rows_together": variant.rows_together,
         "bool prefetch_tokens": int(variant.prefetch_order == "token"),
-        "int prefetch_hint": {"l1": 3, "l2": 2, "once": 0}[variant.prefetch_hint],
+        "int prefetch_hint": {"l1": 3, "l2": 2}[variant.prefetch_hint],
         "bool shared_kv": int(spec.shared_kv), "bool zero_points": int(spec.kv_zero_points),
         "bool causal": int(spec.causal), "bool alibi": int(spec.alibi), "bool sinks": int(spec.sinks),
     }  # fmt: skip

@@ -229,3 +229,9 @@ def test_kernel_shares_the_openmp_threads_of_torch() -> None:
         check=True,
     )
     assert done.stdout.strip() == "1"
+
+
+@pytest.mark.parametrize("name", ["attention.hpp", "cache_ops.hpp", "probes.hpp"])
+def test_the_build_line_of_a_template_names_the_flags_that_kernels_are_compiled_with(name):
+    flags = " ".join(cpp_build.FLAGS)
+    assert f"// Build: c++ {flags} " in (paths.data("templates") / name).read_text(encoding="utf-8")

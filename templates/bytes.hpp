@@ -5,8 +5,10 @@
 //            int4), which adds that times the row's sum
 //   values   weights times 32512 / their maximum in the tile, and values made unsigned; a word has four tokens
 //
-// A score is off by at most max|q| sum|k| / 65024, a weight by 1/65024 of the tile's largest, which bf16 rounds by up
-// to 1/512.
+// So a score is off by at most max|q| sum|k| / 65024, a weight by 1/65024 of the tile's largest. That is little beside
+// what bf16 rounds, unless one element towers over the others: a channel of q far out of range, or the weight of an
+// attention sink, whose own value may be next to nothing. Then what the rounding left is multiplied as well, in two
+// more planes.
 #pragma once
 
 #include "rows.hpp"
@@ -38,9 +40,13 @@ template <class C> struct Bytes : TileRows<C> {
   static constexpr int PASSES = ceil_div(DV, 64 * PER_BYTE) * 2 * PER_BYTE;
   static constexpr int WIDTH = PASSES * 2 * W;
 
-  struct Query { // R rows of one query
+  struct Factor { // R rows of q as the products take them
     alignas(64) int8_t high[R][PIECES][PER_BYTE][64], low[R][PIECES][PER_BYTE][64]; // int4: even, odd elements
     alignas(64) float unit[SUMS], offset[SUMS]; // a score is (sum - offset) * unit
+  };
+  struct Query { // R rows of one query
+    Factor rounded, rest;
+    bool coarse;  // whether the rest counts
     float sum[R]; // of a row's elements, which zero points are multiplied by
   };
 
@@ -52,33 +58,49 @@ template <class C> struct Bytes : TileRows<C> {
   static PAGEGEN_INLINE float* weights_of(Weights& w, int r) { return w.weight[r]; }
 
 #if defined(PAGEGEN_VNNI)
-  // Floats as two planes of bytes; returns what an integer is worth, NaN where a float is not finite, and the
-  // integers' sum.
-  static PAGEGEN_INLINE float to_planes(const float* x, Span span, int8_t* high, int8_t* low, int32_t& total) {
+  struct Planes {
+    float unit;    // what an integer is worth; NaN where a float is not finite
+    int32_t total; // of the integers
+    float evenness; // the mean magnitude, none counted as more than 1/128 of the largest, over the largest
+  };
+  static PAGEGEN_INLINE Planes to_planes(const float* x, Span span, int8_t* high, int8_t* low) {
     vi top = vi{}; // magnitudes compare as integers, infinity and NaN are the largest
     for (int i = span.begin; i < span.end; i += W) {
       const vi size = as_int(load(x + i)) & 0x7fffffff;
       top = (vi)_mm512_max_epi32((__m512i)top, (__m512i)size);
     }
     const float most = std::bit_cast<float>(_mm512_reduce_max_epi32((__m512i)top));
-    const float up = most > 0.0f && most < Base::INF ? MOST / most : 0.0f;
+    const bool usable = most > 0.0f && most < Base::INF;
+    const float up = usable ? std::min(MOST / most, 0x1p126f) : 0.0f;
     vi sum = vi{};
+    vf sizes = vf{};
     for (int i = span.begin; i < span.end; i += W) {
-      const vi whole = (vi)_mm512_cvtps_epi32((__m512)(load(x + i) * up)), upper = (whole + 128) >> 8;
+      const vf loaded = load(x + i);
+      const vi whole = (vi)_mm512_cvtps_epi32((__m512)(loaded * up)), upper = (whole + 128) >> 8;
       _mm_store_si128((__m128i*)(high + i), _mm512_cvtepi32_epi8((__m512i)upper));
       _mm_store_si128((__m128i*)(low + i), _mm512_cvtepi32_epi8((__m512i)whole)); // less 256 times the upper one
       sum += whole;
+      sizes = sizes + (vf)_mm512_min_ps(_mm512_abs_ps((__m512)loaded), _mm512_set1_ps(most / 128));
     }
-    total = _mm512_reduce_add_epi32((__m512i)sum);
-    return most < Base::INF ? most / MOST : __builtin_nanf("");
+    const float unit = !(most < Base::INF) ? __builtin_nanf("") : usable ? std::max(most / MOST, 0x1p-126f) : 0.0f;
+    const float evenness = usable ? sum_lanes(sizes) / ((span.end - span.begin) * most) : 1.0f;
+    return {unit, _mm512_reduce_add_epi32((__m512i)sum), evenness};
+  }
+  // what W integers are worth
+  static PAGEGEN_INLINE vf from_planes(const int8_t* high, const int8_t* low, float unit) {
+    const vi upper = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)high));
+    const vi lower = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)low));
+    return __builtin_convertvector(upper * 256 + lower, vf) * unit;
+  }
+  static PAGEGEN_INLINE void subtract_planes(float* x, Span span, const int8_t* high, const int8_t* low, float unit) {
+    for (int i = span.begin; i < span.end; i += W) store(x + i, load(x + i) - from_planes(high + i, low + i, unit));
   }
 
   static void load_query(const Args& a, int64_t token, int head, Query& q) {
-    std::memset(&q, 0, sizeof q);
+    std::memset((void*)&q, 0, sizeof q);
     for (int r = 0; r < R; r++) {
       const Q* from = (const Q*)a.q + token * a.q_token_stride + (head + r) * a.q_head_stride;
       alignas(64) float x[D];
-      alignas(64) int8_t high[D], low[D];
       vf sum = vf{};
       for (int i = 0; i < D; i += W) {
         const vf loaded = load_float(from + i);
@@ -86,16 +108,24 @@ template <class C> struct Bytes : TileRows<C> {
         sum = sum + loaded;
       }
       q.sum[r] = sum_lanes(sum);
-      int32_t total;
-      const float unit = to_planes(x, {0, D}, high, low, total);
-      for (int i = 0; i < D; i++) {
-        const int byte = i / PER_BYTE;
-        q.high[r][byte / 64][i % PER_BYTE][byte % 64] = high[i];
-        q.low[r][byte / 64][i % PER_BYTE][byte % 64] = low[i];
-      }
-      std::fill_n(q.unit + r * TOKENS, TOKENS, unit);
-      std::fill_n(q.offset + r * TOKENS, TOKENS, (float)total * OFFSET);
+      // 1/160: where the largest is some 50 times the spread of the others. Up to there scores are off by 1e-3 of theirs.
+      q.coarse |= keep_row(x, r, q.rounded) < 1.0f / 160;
+      keep_row(x, r, q.rest);
     }
+  }
+  // Returns the evenness, and leaves in `x` what the rounding left.
+  static float keep_row(float* x, int r, Factor& to) {
+    alignas(64) int8_t high[D], low[D];
+    const Planes planes = to_planes(x, {0, D}, high, low);
+    for (int i = 0; i < D; i++) {
+      const int byte = i / PER_BYTE;
+      to.high[r][byte / 64][i % PER_BYTE][byte % 64] = high[i];
+      to.low[r][byte / 64][i % PER_BYTE][byte % 64] = low[i];
+    }
+    std::fill_n(to.unit + r * TOKENS, TOKENS, planes.unit);
+    std::fill_n(to.offset + r * TOKENS, TOKENS, (float)planes.total * OFFSET);
+    subtract_planes(x, {0, D}, high, low, planes.unit);
+    return planes.evenness;
   }
 
   // N bytes, unsigned; int4: of its even and of its odd elements. What is past them meets zeroes.
@@ -121,6 +151,15 @@ template <class C> struct Bytes : TileRows<C> {
   }
 
   static void scores(const Rows& k, AheadK next, const Query& q, Span span, float (*score)[TILE]) {
+    multiply(k, next, q.rounded, span, score);
+    if (!q.coarse) return;
+    alignas(64) float rest[R][TILE];
+    multiply(k, next, q.rest, span, rest);
+    for (int r = 0; r < R; r++)
+      for (int t = span.begin; t < span.end; t += W) store(&score[r][t], load(&score[r][t]) + load(&rest[r][t]));
+  }
+
+  static void multiply(const Rows& k, AheadK next, const Factor& q, Span span, float (*score)[TILE]) {
     vi held[SUMS] = {}; // of the tokens before t: see Words
     for (int t = span.begin; t < span.end; t += TOKENS) {
       vi sum[SUMS] = {};
@@ -159,7 +198,7 @@ template <class C> struct Bytes : TileRows<C> {
     leave_sums(held, span.end - TOKENS, q, score);
   }
 
-  static PAGEGEN_INLINE void leave_sums(const vi* sum, int t, const Query& q, float (*score)[TILE]) {
+  static PAGEGEN_INLINE void leave_sums(const vi* sum, int t, const Factor& q, float (*score)[TILE]) {
     alignas(64) float all[SUMS];
 #pragma GCC unroll 8
     for (int i = 0; i < SUMS; i += W) {
@@ -171,20 +210,35 @@ template <class C> struct Bytes : TileRows<C> {
   }
 
   // A row's weights as integers. What zero points add follows the weights as rounded: it cancels.
-  static PAGEGEN_INLINE void prepare(Weights& w, int r, Span span, const Factors& f, State& state) {
-    int32_t total;
-    w.unit[r] = to_planes(w.weight[r], span, w.high[r], w.low[r], total);
-    w.offset[r] = (float)total * OFFSET;
+  static PAGEGEN_INLINE bool prepare(Weights& w, int r, Span span, const Factors& f, State& state) {
+    const float evenness = round_weights(w, r, span);
     if constexpr (ZEROS) {
       vf shift = vf{};
       for (int t = span.begin; t < span.end; t += W) {
-        const vi upper = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.high[r] + t)));
-        const vi lower = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(w.low[r] + t)));
-        const vf rounded = __builtin_convertvector(upper * 256 + lower, vf) * w.unit[r];
+        const vf rounded = from_planes(w.high[r] + t, w.low[r] + t, w.unit[r]);
         shift = fma(rounded - load(w.weight[r] + t), load(f.v_zero + t), shift);
       }
       state.shift += sum_lanes(shift);
     }
+    // 1/1024: the mean weight is 32 integers, and a sum of 64 small ones is off by 1e-3 of itself
+    return evenness < 1.0f / 1024;
+  }
+  // What the rounding left of a row's weights, as weights.
+  static void prepare_rest(Weights& w, int r, Span span, const Factors& f, State& state) {
+    subtract_planes(w.weight[r], span, w.high[r], w.low[r], w.unit[r]);
+    round_weights(w, r, span);
+    if constexpr (ZEROS) {
+      vf shift = vf{};
+      for (int t = span.begin; t < span.end; t += W)
+        shift = fma(from_planes(w.high[r] + t, w.low[r] + t, w.unit[r]), load(f.v_zero + t), shift);
+      state.shift += sum_lanes(shift);
+    }
+  }
+  static PAGEGEN_INLINE float round_weights(Weights& w, int r, Span span) {
+    const Planes planes = to_planes(w.weight[r], span, w.high[r], w.low[r]);
+    w.unit[r] = planes.unit;
+    w.offset[r] = (float)planes.total * OFFSET;
+    return planes.evenness;
   }
 
   // Of one pass: two vectors of words, each word with four tokens' values of one column.

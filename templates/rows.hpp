@@ -17,7 +17,7 @@ template <class C> struct TileRows : Ends<C> {
 
   // A tile that is read where it lies is read in streams, one that is copied first is copied in order.
   static PAGEGEN_INLINE const Lanes& lanes_of(const Tile& tile) {
-    return tile.live.whole() ? Base::kStreamed : Base::kPlain;
+    return tile.inside ? Base::kStreamed : Base::kPlain;
   }
 
   // Where the rows of a tile lie, by lane: found once for all heads, since the way to a row is long beside
@@ -90,9 +90,10 @@ template <class C> struct TileRows : Ends<C> {
   // never multiplied, not even by 0.
   template <int WIDTH> static Rows stage(const Rows& from, const Tile& tile, Span span, KV* buffer) {
     constexpr int STORED = WIDTH / kPack<KV>;
-    for (int t = span.begin; t < span.end; t++) {
-      KV* to = buffer + t * STORED;
-      if (tile.live(t)) std::memcpy(to, from.row(t), STORED * sizeof(KV));
+    const Lanes& lanes = lanes_of(tile);
+    for (int lane = span.begin; lane < span.end; lane++) {
+      KV* to = buffer + lane * STORED;
+      if (tile.live(lanes.token[lane])) std::memcpy(to, from.row(lane), STORED * sizeof(KV));
       else std::memset((void*)to, 0, STORED * sizeof(KV));
     }
     return {buffer, kStaged<STORED>.place};

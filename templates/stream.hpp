@@ -67,12 +67,17 @@ template <class C> struct Stream : Products<C> {
       if (!any) continue;
       Base::scores(k, next.keys(), own.query[i], span, w.score);
       float decay[R];
+      bool coarse = false; // whether what rounding left of the weights counts
       for (int r = 0; r < R; r++) {
         State& state = own.state[i][r];
         decay[r] = Base::weigh(a, item, query, first + r, t0, lanes, span, scale, own.query[i].sum[r], w.factors,
                                w.score[r], Base::weights_of(w.weights, r), state);
-        Base::prepare(w.weights, r, span, w.factors, state);
+        coarse |= Base::prepare(w.weights, r, span, w.factors, state);
       }
+      Base::values(v, next.values(), span, w.weights, decay, own.sums[i]);
+      if (!coarse) continue;
+      std::fill(decay, decay + R, 1.0f);
+      for (int r = 0; r < R; r++) Base::prepare_rest(w.weights, r, span, w.factors, own.state[i][r]);
       Base::values(v, next.values(), span, w.weights, decay, own.sums[i]);
     }
   }
@@ -117,7 +122,7 @@ template <class C> struct Stream : Products<C> {
                       item.heads,
                       whole ? h * TILE / item.heads : 0};
       const Lanes& lanes = Base::lanes_of(here);
-      const Span span = Base::span_of(here.live);
+      const Span span = here.span;
       if (!here.live.whole()) {
         k = Base::template stage<D>(k, here, span, w.k);
         if constexpr (!C::shared_kv) v = Base::template stage<DV>(v, here, span, w.v);

@@ -66,16 +66,27 @@ template <class C> struct Tiles : Plan<C> {
     live.holes = seen < live.end - live.begin;
   }
 
+  struct Span { // of lanes; whole steps of the arithmetic
+    int begin, end;
+    PAGEGEN_INLINE bool whole() const { return begin == 0 && end == TILE; }
+  };
+  static constexpr int STEP = 16; // a multiple of W and of the tokens that any step of the arithmetic takes
+
   struct Tile {
     int64_t k[RUNS], v[RUNS]; // of each run's first token, head 0
     int32_t block[FACTORS ? RUNS : 1], slot[FACTORS ? RUNS : 1];
     Live live;
+    bool inside; // of the item's keys. Not by `live`: which heads share an item must not change an order of sums
+    Span span;   // that holds them
   };
 
   // Runs without a live token get the place of one: their table entries may hold anything.
   static PAGEGEN_INLINE void locate(const Args& a, const Item& item, int32_t t0, Tile& tile) {
     const int32_t* table = a.block_table + item.sequence * a.table_stride;
     tile.live = live_in(a, item, t0);
+    const int begin = std::max(item.key_begin - t0, 0), end = std::min(item.key_end - t0, TILE);
+    tile.inside = begin == 0 && end == TILE;
+    tile.span = {begin / STEP * STEP, round_up(end, STEP)};
     if (!tile.live.any()) return;
     for (int i = 0; i < RUNS; i++) {
       bool used = i * RUN < tile.live.end && (i + 1) * RUN > tile.live.begin;
@@ -92,14 +103,6 @@ template <class C> struct Tiles : Plan<C> {
         tile.slot[i] = slot;
       }
     }
-  }
-
-  struct Span { // of lanes; whole steps of the arithmetic
-    int begin, end;
-  };
-  static constexpr int STEP = 16; // a multiple of W and of the tokens that any step of the arithmetic takes
-  static PAGEGEN_INLINE Span span_of(const Live& live) {
-    return live.whole() ? Span{0, TILE} : Span{live.begin / STEP * STEP, round_up(live.end, STEP)};
   }
 
   // The order of a tile's tokens: as they come, or lane t is token (t % streams) * STREAM + t / streams.

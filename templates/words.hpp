@@ -76,7 +76,9 @@ template <class C> struct Words : TileRows<C> {
     alignas(64) Weight weight[R][TILE];
   };
   static PAGEGEN_INLINE Weight* weights_of(Weights& w, int r) { return w.weight[r]; }
-  static PAGEGEN_INLINE void prepare(Weights&, int, Span, const Factors&, State&) {}
+  // Weights are what softmax left; there is no rest. See Bytes.
+  static PAGEGEN_INLINE bool prepare(Weights&, int, Span, const Factors&, State&) { return false; }
+  static PAGEGEN_INLINE void prepare_rest(Weights&, int, Span, const Factors&, State&) {}
 
   // A row of V meets several rows of q at once: with few, it is taken whole in one pass of many columns; with many, it
   // is loaded once, column part by column part, which pays where it is converted or strewn over the sets of the L1.

@@ -18,6 +18,7 @@ PREFETCH_HINTS = {"l1": 3, "l2": 2}
 PREFETCH_ORDERS = ("head", "token")
 SCHEDULES = ("dynamic", "balanced")
 ACCUMULATES = ("dot", "float32")
+MAX_SPLITS = 1024  # of a C++ kernel: what 2**20 keys give parts of 1024
 
 
 def next_power_of_two(n: int) -> int:
@@ -203,6 +204,8 @@ class CppVariant(Variant):
         check.one_of("prefetch_order", self.prefetch_order, PREFETCH_ORDERS)
         check.one_of("prefetch_hint", self.prefetch_hint, PREFETCH_HINTS)
         check.integer("num_splits", self.num_splits, at_least=0)
+        if self.num_splits > MAX_SPLITS:
+            raise ValueError(f"num_splits must be at most {MAX_SPLITS}, got {self.num_splits}")
         check.one_of("schedule", self.schedule, SCHEDULES)
         check.one_of("accumulate", self.accumulate, ACCUMULATES)
         check.integer("split_tokens", self.split_tokens)

@@ -22,7 +22,10 @@ def huge_memory(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8)
     whole = -(-size // HUGE_PAGE) * HUGE_PAGE
     # private: shared anonymous memory (the default) gets no huge pages
-    area = mmap.mmap(-1, whole + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        area = mmap.mmap(-1, whole + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size} bytes of memory were asked for: {error}") from error
     with contextlib.suppress(OSError):  # a system built without huge pages: what it gives then is right as well
         area.madvise(mmap.MADV_HUGEPAGE)
     start = torch.frombuffer(area, dtype=torch.uint8, count=1).data_ptr()

@@ -384,17 +384,18 @@ def compare(
     """Raises AssertionError unless (out, lse) are the reference's to rounding. `dtype` is q's: a kernel
     rounds nothing else to 16 bits unless q is bf16 and the cache bf16 or narrower.
 
-    16-bit: an element may be off by one eps of itself (half of it is the rounding of the result) and two eps of its
-    row's root mean square (softmax weights rounded to bf16). float32: 64 times that, since a score
-    of 16 is a sum of products rounded relative to their own size (torch's SDPA is as far off on the same inputs).
-    lse is float32 whatever the dtype, and off by 4e-6 at most, and by 2e-6 of itself; ten times as much where q of 16
-    bits meets a cache of integers, since it may be rounded to 16 bits beside its row's largest element.
+    16-bit: an element may be off by one eps of itself (half of it is the rounding of the result), two eps of its row's
+    root mean square (softmax weights rounded to bf16) and one step between subnormals. float32: 64 times that, since a
+    score of 16 is a sum of products rounded relative to their own size (torch's SDPA is as far off on the same inputs).
+    lse is float32 whatever the dtype, and off by 4e-6 at most, and by 2e-6 of itself; 4e-4 and 2e-5 where q of 16 bits
+    meets a cache of integers, since q may be rounded to 16 bits beside its row's largest element.
     """
     factor = 64.0 if dtype == torch.float32 else 1.0
     out64, wanted = out.double(), expected_out.double()
     assert not out64.isnan().any() or wanted.isnan().any(), "NaN where the reference has none"
     row = wanted.square().mean(dim=-1, keepdim=True).sqrt()
-    allowed = factor * torch.finfo(dtype).eps * (wanted.abs() + 2.0 * row)
+    info = torch.finfo(dtype)
+    allowed = factor * info.eps * (wanted.abs() + 2.0 * row + info.smallest_normal)
     excess = ((out64 - wanted).abs() - allowed).nan_to_num(0.0)
     worst = int(excess.argmax())
     assert excess.flatten()[worst] <= 0, (
@@ -404,5 +405,5 @@ def compare(
     if lse is not None:
         rounded = kv_dtype in (torch.int8, INT4) and dtype != torch.float32
         torch.testing.assert_close(
-            lse.double(), expected_lse.double(), atol=4e-5 if rounded else 4e-6, rtol=2e-5 if rounded else 2e-6
+            lse.double(), expected_lse.double(), atol=4e-4 if rounded else 4e-6, rtol=2e-5 if rounded else 2e-6
         )

@@ -141,9 +141,16 @@ def main() -> None:
     document = measure(options, chosen)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        output.write_text(as_text(document), encoding="utf-8")
     print(*report.lines(document["summary"]), sep="\n")
     print(f"{document['seconds']:.0f} s", file=sys.stderr)
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """JSON with one row a line, so that two runs can be compared line by line."""
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in document["rows"])
+    head = json.dumps({**document, "rows": []}, indent=1)
+    return head[: head.rindex("[]")] + f"[\n{rows}\n ]\n}}\n"
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ template <class C> struct Bytes : TileRows<C> {
         sum = sum + loaded;
       }
       q.sum[r] = sum_lanes(sum);
-      // 1/160: where the largest is some 50 times the spread of the others. Up to there scores are off by 1e-3 of theirs.
+      // 1/160: the largest is some 50 times the spread of the others. Up to there scores are off by 1e-3 of theirs.
       q.coarse |= keep_row(x, r, q.rounded) < 1.0f / 160;
       keep_row(x, r, q.rest);
     }

@@ -28,6 +28,7 @@ def two_variants(monkeypatch):
     default = targets.default_variant(SPEC, CacheLayout(block_size=16), CPU, decode=True)
     axes = {"tile_kv": (default.tile_kv,), "streams": (default.streams, 2 * default.streams)}
     monkeypatch.setitem(space.AXES, "cpp", axes)
+    monkeypatch.setitem(space.WAYS, "cpp", ())
 
 
 def test_two_variants_are_compiled_checked_timed_and_remembered(tmp_path):

@@ -23,20 +23,21 @@ pytestmark = pytest.mark.skipif(cpu.compiler() is None, reason="no C++ compiler 
 
 
 @pytest.fixture(autouse=True)
-def two_variants(monkeypatch):
-    """The default and one neighbour."""
-    default = targets.default_variant(SPEC, CacheLayout(block_size=16), CPU, decode=True)
-    axes = {"tile_kv": (default.tile_kv,), "streams": (default.streams, 2 * default.streams)}
+def two_variants_each(monkeypatch):
+    """The default and one neighbour, of decode and of longer queries."""
+    decode, mixed = (targets.default_variant(SPEC, CacheLayout(block_size=16), CPU, decode=d) for d in (True, False))
+    assert decode.streams == mixed.streams
+    axes = {"streams": (decode.streams, 2 * decode.streams)}
     monkeypatch.setitem(space.AXES, "cpp", axes)
     monkeypatch.setitem(space.WAYS, "cpp", ())
 
 
-def test_two_variants_are_compiled_checked_timed_and_remembered(tmp_path):
+def test_four_variants_are_compiled_checked_timed_and_remembered(tmp_path):
     with open_db(str(tmp_path / "tuning.db")) as db:
         report = tune(SPEC, PROFILE, block_sizes=(16,), target="cpu", db=db, progress=False)
         (row,) = report.rows
         trials = db.trials(spec=SPEC, target=CPU)
-        assert {t.status for t in trials} == {Status.OK} and len({t.variant for t in trials}) == 2
+        assert {t.status for t in trials} == {Status.OK} and len({t.variant for t in trials}) == 4
         assert all(
             0 < t.max_error < 0.1 and t.regime == "cold" and t.code_hash == targets.code_hash(CPU) for t in trials
         )

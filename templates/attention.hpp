@@ -65,8 +65,8 @@ struct Constants {
   static constexpr int tile_kv = 64;         // keys scored at once
   static constexpr int streams = 4;          // places of a tile read side by side (stream way)
   static constexpr int rows_together = 2;    // rows of q that a row of V of 16 or 32 bits meets at once
-  static constexpr int prefetch_tiles = 1;   // how far ahead lines are asked for; 0: never
-  static constexpr bool prefetch_tokens = false; // whole tokens, all heads of an item, where they lie side by side
+  static constexpr int prefetch_ahead = 1; // how far ahead lines are asked for (stream way); 0: never
+  static constexpr bool read_tokens = false; // a few tokens of all heads in turn, not a tile of a head (stream way)
   static constexpr int prefetch_hint = 2;    // into which cache: 3 L1, 2 L2
   static constexpr bool dot = true;          // products of narrower types where the CPU has them; false: of float32
   static constexpr int split_tokens = 2048;  // keys an item covers at most, where a sequence has few queries

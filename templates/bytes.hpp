@@ -23,15 +23,8 @@ template <class C> struct Bytes : TileRows<C> {
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
   using typename Base::M, typename Base::Q, typename Base::Rows, typename Base::Span, typename Base::State;
   using Base::D, Base::DV, Base::OUT, Base::R, Base::SUMS, Base::TILE, Base::TOKENS, Base::ZEROS;
+  using Base::PACKED;
 
-  static constexpr bool PACKED = std::is_same_v<KV, s4x2>, INTEGERS = PACKED || std::is_same_v<KV, s8>;
-#if defined(PAGEGEN_VNNI)
-  // float32 queries keep their 24 bits; past 256 elements, or tokens of a tile, a sum could overflow
-  static constexpr bool SERVES = C::dot && INTEGERS && !std::is_same_v<Q, float> && D % 16 == 0 && D <= 256 &&
-                                 TILE <= 256;
-#else
-  static constexpr bool SERVES = false;
-#endif
   static constexpr int PER_BYTE = PACKED ? 2 : 1;
   static constexpr int OFFSET = PACKED ? 8 : 128; // what makes a key or a value unsigned
   static constexpr int MOST = 127 * 256;          // of what has two planes: the high byte is signed, and rounds up

@@ -14,7 +14,7 @@ template <class C> struct Ends : Softmax<C> {
   using Base::D, Base::DV, Base::G, Base::INF, Base::LN2, Base::LOG2E, Base::OUT, Base::STATE, Base::ZEROS;
   using Base::KEY_FULL, Base::KEY_LANES, Base::KEY_TAIL, Base::VALUE_LANES;
 
-  static constexpr bool AHEAD = C::prefetch_tiles > 0;
+  static constexpr bool AHEAD = C::prefetch_ahead > 0;
 
   // the place of a column in a row of the cache
   static PAGEGEN_INLINE const KV* at(const KV* row, int column) { return row + column / kPack<KV>; }

@@ -15,6 +15,17 @@ template <class C> struct TileRows : Ends<C> {
   static constexpr int PADDED = std::bit_ceil((unsigned)Base::R); // rows, so that sums fill whole vectors
   static constexpr int TOKENS = std::max(1, W / PADDED), SUMS = PADDED * TOKENS; // scored at once
 
+  // Whether byte products serve (bytes.hpp): float32 queries keep their 24 bits; past 256 elements, or tokens of a tile,
+  // a sum could overflow.
+  static constexpr bool PACKED = std::is_same_v<KV, s4x2>, INTEGERS = PACKED || std::is_same_v<KV, s8>;
+#if defined(PAGEGEN_VNNI)
+  static constexpr bool BYTES = C::dot && INTEGERS && !std::is_same_v<typename Base::Q, float> && D % 16 == 0 &&
+                                D <= 256 && TILE <= 256;
+#else
+  static constexpr bool BYTES = false;
+#endif
+  static constexpr bool BY_TOKENS = C::read_tokens && !BYTES; // bytes' sums are of a whole tile
+
   // A tile that is read where it lies is read in streams, one that is copied first is copied in order.
   static PAGEGEN_INLINE const Lanes& lanes_of(const Tile& tile) {
     return tile.inside ? Base::kStreamed : Base::kPlain;
@@ -46,23 +57,23 @@ template <class C> struct TileRows : Ends<C> {
   // Asks for the lines of a later tile, a few at every step of the arithmetic: asked in bursts they fill the queue of
   // misses, where loads of the present tile then wait too (evenly asked: 6% more bandwidth on one thread).
   template <int WIDTH> struct Ahead {
-    static constexpr int LINES = ceil_div(WIDTH / kPack<KV> * (int)sizeof(KV), 64); // of one head's row
+    static constexpr int LINES = ceil_div(WIDTH / kPack<KV> * (int)sizeof(KV), 64); // of one row
     const Rows& rows;
-    const int row_lines; // asked for of a row: one head's, or of all heads together
-    int lane, line = 0;  // the next one, where tokens are asked for whole
+    int lane = 0, end = TILE; // by tokens: the next row to ask for, and where to stop
+    int line = 0;
 
     // The lines that belong to STEP tokens from t on, in one of PASSES passes over the tile.
     template <int STEP, int PASSES> PAGEGEN_INLINE void ask(int t, int pass) {
-      if constexpr (C::prefetch_tiles > 0 && LINES > 0) {
+      if constexpr (C::prefetch_ahead > 0 && LINES > 0) {
         constexpr int MANY = ceil_div(LINES * STEP, PASSES), PART = MANY < LINES ? fitting(MANY) : LINES;
         constexpr int COUNT = round_up(MANY, PART);
         const int first = (pass * (TILE / STEP) + t / STEP) * COUNT;
 #pragma GCC unroll 16
         for (int i = 0; i < COUNT; i += PART) {
-          if constexpr (C::prefetch_tokens) {
-            if (lane >= TILE) return;
+          if constexpr (BY_TOKENS) {
+            if (lane >= end) return;
             ask_for<PART>(lane, line);
-            if ((line += PART) >= row_lines) {
+            if ((line += PART) >= LINES) {
               line = 0;
               lane++;
             }

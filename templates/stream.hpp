@@ -1,5 +1,6 @@
-// The stream way, for few rows (decode): rows of K and V are used straight from the cache; a
-// partial tile is copied first.
+// The stream way, for few rows (decode): rows of K and V are used straight from the cache; what a partial tile has is
+// copied first. A tile is read head by head, or by tokens: a few tokens of every head in turn, first keys and then
+// values, which is how memory lies where the heads of a token are side by side (NHD).
 #pragma once
 
 #include "bytes.hpp"
@@ -8,45 +9,37 @@
 namespace pagegen {
 namespace {
 
-template <class C> using Products = std::conditional_t<Bytes<C>::SERVES, Bytes<C>, Words<C>>;
+template <class C> using Products = std::conditional_t<TileRows<C>::BYTES, Bytes<C>, Words<C>>;
 
 template <class C> struct Stream : Products<C> {
   using Base = Products<C>;
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
   using typename Base::Lanes, typename Base::Places, typename Base::Query, typename Base::Rows, typename Base::Span;
   using typename Base::State, typename Base::Tile, typename Base::Weights;
-  using Base::AHEAD, Base::D, Base::DV, Base::FACTORS, Base::G, Base::OUT, Base::R, Base::STREAM_ROWS, Base::TILE;
+  using Base::AHEAD, Base::BY_TOKENS, Base::D, Base::DV, Base::FACTORS, Base::G, Base::OUT, Base::R, Base::STREAM_ROWS, Base::TILE;
   using Base::WIDTH;
 
   static constexpr int HEADS = C::heads_together;
   static constexpr int PARTS = G / R, SETS = std::max(1, STREAM_ROWS / R); // sets of R rows: of a query, of an item
-  static constexpr int RING = C::prefetch_tiles + 1; // the present tile and those asked for ahead
+  static constexpr int RING = BY_TOKENS ? 2 : C::prefetch_ahead + 1; // the present tile and those asked for ahead
 
-  // What a unit asks for: rows of the unit that comes `ahead` units later, or (`whole`) its share of a later tile's
-  // tokens, all heads.
-  struct Next {
-    Rows k, v;
-    bool whole;
-    int heads, lane;
-
-    template <class Ahead> PAGEGEN_INLINE Ahead ahead(const Rows& rows, int width) const {
-      const int row_lines = whole ? ceil_div(heads * width / kPack<KV> * (int)sizeof(KV), 64) : Ahead::LINES;
-      return {rows, row_lines, lane};
-    }
-    PAGEGEN_INLINE AheadK keys() const { return ahead<AheadK>(k, D); }
-    PAGEGEN_INLINE AheadV values() const { return ahead<AheadV>(v, DV); }
-  };
+  // Lanes of one head that a step of reading by tokens takes. 16 at most: spans are whole steps.
+  static constexpr int CHUNK = std::max({C::streams, Base::TOKENS, 8});
+  static constexpr int FAR = C::prefetch_ahead * CHUNK; // by tokens: how many lanes ahead lines are asked for
+  static constexpr int KEPT = BY_TOKENS ? SETS : 1;     // sets of a head whose weights are kept until values are read
 
   struct Head { // what an item keeps of one KV head: the rows of all its queries
     Query query[SETS];
     alignas(64) float sums[SETS][R][WIDTH];
     State state[SETS][R];
+    alignas(64) float score[KEPT][R][TILE];
+    Weights weights[KEPT];
+    float decay[KEPT][R];
+    bool any[KEPT]; // whether a row of the set attends a token of the tile
   };
 
   struct Scratch {
     Head head[HEADS];
-    alignas(64) float score[R][TILE];
-    Weights weights;
     alignas(64) KV k[TILE * D / kPack<KV>];
     alignas(64) KV v[C::shared_kv ? 1 : TILE * DV / kPack<KV>];
     Factors factors;
@@ -54,73 +47,152 @@ template <class C> struct Stream : Products<C> {
     Places places[RING];
   };
 
+  static PAGEGEN_INLINE bool any_attends(const Args& a, const Item& item, int h, int i, int32_t t0) {
+    bool any = false; // heads differ only where a mask function says so
+    for (int r = 0; r < (C::mask_range_by_head ? R : 1); r++)
+      any |= Base::attends(a, item, i / PARTS, (item.head + h) * G + i % PARTS * R + r, t0);
+    return any;
+  }
+
+  // A set's scores to weights, and what its older sums are to be multiplied by. Returns whether what rounding left of
+  // the weights counts.
+  static bool weigh_set(const Args& a, const Item& item, int h, int i, int32_t t0, const Lanes& lanes, Span span,
+                        Scratch& w) {
+    const int first = (item.head + h) * G + i % PARTS * R, kept = i % KEPT;
+    const float scale = a.scale * Base::head_scale(a.k_scale, item.head + h);
+    Head& own = w.head[h];
+    bool coarse = false;
+    for (int r = 0; r < R; r++) {
+      State& state = own.state[i][r];
+      own.decay[kept][r] = Base::weigh(a, item, i / PARTS, first + r, t0, lanes, span, scale, own.query[i].sum[r],
+                                       w.factors, own.score[kept][r], Base::weights_of(own.weights[kept], r), state);
+      coarse |= Base::prepare(own.weights[kept], r, span, w.factors, state);
+    }
+    return coarse;
+  }
+
   // One tile and one KV head: every query of the item meets it.
   static void one_tile(const Args& a, const Item& item, int h, int32_t t0, const Lanes& lanes, Span span, const Rows& k,
-                       const Rows& v, const Next& next, Scratch& w) {
-    const int head = item.head + h;
-    const float scale = a.scale * Base::head_scale(a.k_scale, head);
+                       const Rows& v, const Rows& next_k, const Rows& next_v, Scratch& w) {
     Head& own = w.head[h];
     for (int i = 0; i < item.queries * PARTS; i++) {
-      const int query = i / PARTS, first = head * G + i % PARTS * R;
-      bool any = false; // heads differ only where a mask function says so
-      for (int r = 0; r < (C::mask_range_by_head ? R : 1); r++) any |= Base::attends(a, item, query, first + r, t0);
-      if (!any) continue;
-      Base::scores(k, next.keys(), own.query[i], span, w.score);
-      float decay[R];
-      bool coarse = false; // whether what rounding left of the weights counts
-      for (int r = 0; r < R; r++) {
-        State& state = own.state[i][r];
-        decay[r] = Base::weigh(a, item, query, first + r, t0, lanes, span, scale, own.query[i].sum[r], w.factors,
-                               w.score[r], Base::weights_of(w.weights, r), state);
-        coarse |= Base::prepare(w.weights, r, span, w.factors, state);
-      }
-      Base::values(v, next.values(), span, w.weights, decay, own.sums[i]);
+      if (!any_attends(a, item, h, i, t0)) continue;
+      Base::scores(k, {next_k}, own.query[i], span, own.score[0]);
+      const bool coarse = weigh_set(a, item, h, i, t0, lanes, span, w);
+      Base::values(v, {next_v}, span, own.weights[0], own.decay[0], own.sums[i]);
       if (!coarse) continue;
+      float decay[R];
       std::fill(decay, decay + R, 1.0f);
-      for (int r = 0; r < R; r++) Base::prepare_rest(w.weights, r, span, w.factors, own.state[i][r]);
-      Base::values(v, next.values(), span, w.weights, decay, own.sums[i]);
+      for (int r = 0; r < R; r++) Base::prepare_rest(own.weights[0], r, span, w.factors, own.state[i][r]);
+      Base::values(v, {next_v}, span, own.weights[0], decay, own.sums[i]);
     }
   }
 
-  static void run(const Args& a, const Item& item, float* partials, Scratch& w) {
-    const Keys keys{item.key_begin, item.key_end};
+  // Rows of every head of an item in one tile: keys or values.
+  struct Side {
+    const KV* cache; // of the item's first head
+    int64_t head_stride;
+    const int64_t* place;
+    Span span; // of the tile
+    PAGEGEN_INLINE Rows rows(int h) const { return {cache + h * head_stride, place}; }
+  };
+  static PAGEGEN_INLINE Side keys_in(const Args& a, const Item& item, const Tile& tile, const Places& at) {
+    return {(const KV*)a.k_cache + item.head * a.k_head_stride, a.k_head_stride, at.k, tile.span};
+  }
+  static PAGEGEN_INLINE Side values_in(const Args& a, const Item& item, const Tile& tile, const Places& at) {
+    if constexpr (C::shared_kv) return keys_in(a, item, tile, at);
+    return {(const KV*)a.v_cache + item.head * a.v_head_stride, a.v_head_stride, at.v, tile.span};
+  }
+
+  // Visits one side of a tile, CHUNK lanes of every head in turn, with the rows that are to be asked for meanwhile: those
+  // FAR lanes later, past the end those at the beginning of the side that `then` is (null: none).
+  template <class Visit>
+  static PAGEGEN_INLINE void each_chunk(const Item& item, const Side& side, const Side* then, Visit visit) {
+    for (int t = side.span.begin; t < side.span.end; t += CHUNK) {
+      const bool past = t + FAR >= side.span.end;
+      const Side& asked = past && then ? *then : side;
+      const int lane = past ? asked.span.begin + t + FAR - side.span.end : t + FAR;
+      const int end = past && !then ? lane : std::min(lane + CHUNK, asked.span.end);
+      for (int h = 0; h < item.heads; h++) visit(h, Span{t, t + CHUNK}, side.rows(h), asked.rows(h), lane, end);
+    }
+  }
+
+  // One tile and all KV heads of the item.
+  static void all_heads(const Args& a, const Item& item, int32_t t0, const Tile& here, const Places& place,
+                        const Tile* later, const Places& later_place, Scratch& w) {
     const int sets = item.queries * PARTS;
+    const Side keys = keys_in(a, item, here, place), values = values_in(a, item, here, place);
+    const Side next = keys_in(a, item, later ? *later : here, later_place);
+    const bool whole = here.live.whole();
     for (int h = 0; h < item.heads; h++)
-      for (int i = 0; i < sets; i++) {
-        Base::load_query(a, item.token + i / PARTS, (item.head + h) * G + i % PARTS * R, w.head[h].query[i]);
-        std::fill(w.head[h].state[i], w.head[h].state[i] + R, State{});
-        std::memset(w.head[h].sums[i], 0, sizeof w.head[h].sums[i]);
-      }
-    const int32_t first = keys.begin / TILE, last = ceil_div(keys.end, TILE); // tiles
-    const int64_t units = keys.end > keys.begin ? (int64_t)(last - first) * item.heads : 0;
-    const KV* k_cache = (const KV*)a.k_cache + item.head * a.k_head_stride;
-    const KV* v_cache = (const KV*)a.v_cache + item.head * a.v_head_stride;
-    const bool whole = C::prefetch_tokens && item.heads > 1 && a.k_head_stride == D / kPack<KV> &&
-                       (C::shared_kv || a.v_head_stride == DV / kPack<KV>);
-    const int64_t ahead = C::prefetch_tiles * (whole ? item.heads : 1); // units
-    int32_t located = first; // tiles before it have been located
-    const auto locate = [&](int32_t tile) {
-      for (; located <= tile; located++) {
-        Tile& found = w.tiles[located % RING];
-        Base::locate(a, item, located * TILE, found);
-        if (found.live.any()) Base::find_places(a, found, w.factors, w.places[located % RING]);
-      }
-    };
-    for (int64_t u = 0; u < units; u++) { // a unit is one tile and one head
-      const int64_t later = std::min(u + ahead, units - 1);
+      for (int i = 0; i < sets; i++) w.head[h].any[i] = any_attends(a, item, h, i, t0);
+    if constexpr (AHEAD && FACTORS)
+      if (later) Base::prefetch_factors(a, later_place.factors, item.head, w.factors);
+    each_chunk(item, keys, C::shared_kv && !later ? nullptr : C::shared_kv ? &next : &values,
+               [&](int h, Span span, Rows k, Rows asked, int lane, int end) __attribute__((always_inline)) {
+                 if (!whole) k = Base::template stage<D>(k, here, span, w.k);
+                 Head& own = w.head[h];
+                 for (int i = 0; i < sets; i++) {
+                   if (!own.any[i]) continue;
+                   Base::scores(k, AheadK{asked, lane, end}, own.query[i], span, own.score[i]);
+                   end = lane; // asked for once
+                 }
+               });
+    for (int h = 0; h < item.heads; h++) {
+      if constexpr (FACTORS)
+        Base::load_factors(a, here, place.factors, item.head + h, Base::lanes_of(here), here.span, w.factors);
+      for (int i = 0; i < sets; i++)
+        if (w.head[h].any[i]) weigh_set(a, item, h, i, t0, Base::lanes_of(here), here.span, w);
+    }
+    each_chunk(item, values, later ? &next : nullptr,
+               [&](int h, Span span, Rows v, Rows asked, int lane, int end) __attribute__((always_inline)) {
+                 if (!whole) v = Base::template stage<DV>(v, here, span, C::shared_kv ? w.k : w.v);
+                 Head& own = w.head[h];
+                 for (int i = 0; i < sets; i++) {
+                   if (!own.any[i]) continue;
+                   Base::values(v, AheadV{asked, lane, end}, span, own.weights[i], own.decay[i], own.sums[i]);
+                   std::fill(own.decay[i], own.decay[i] + R, 1.0f);
+                   end = lane;
+                 }
+               });
+  }
+
+  // Finds where the tiles up to `tile` lie, those from `located` on.
+  static PAGEGEN_INLINE void locate(const Args& a, const Item& item, int32_t tile, int32_t& located, Scratch& w) {
+    for (; located <= tile; located++) {
+      Tile& found = w.tiles[located % RING];
+      Base::locate(a, item, located * TILE, found);
+      if (found.live.any()) Base::find_places(a, found, w.factors, w.places[located % RING]);
+    }
+  }
+
+  static void by_tokens(const Args& a, const Item& item, int32_t first, int32_t last, Scratch& w) {
+    int32_t located = first;
+    for (int32_t tile = first; tile < last; tile++) {
+      const int32_t later = std::min(tile + 1, last - 1);
+      locate(a, item, later, located, w);
+      const Tile &here = w.tiles[tile % RING], &there = w.tiles[later % RING];
+      if (here.live.any())
+        all_heads(a, item, tile * TILE, here, w.places[tile % RING], later > tile && there.live.any() ? &there : nullptr,
+                  w.places[later % RING], w);
+    }
+  }
+
+  static void by_heads(const Args& a, const Item& item, int32_t first, int32_t last, Scratch& w) {
+    int32_t located = first;
+    const int64_t units = (int64_t)(last - first) * item.heads; // a unit is one tile and one head
+    for (int64_t u = 0; u < units; u++) {
+      const int64_t later = std::min<int64_t>(u + C::prefetch_ahead, units - 1);
       const int32_t tile = first + u / item.heads, later_tile = first + later / item.heads;
-      const int h = u % item.heads, later_h = whole ? 0 : later % item.heads;
-      locate(later_tile);
+      const int h = u % item.heads, later_h = later % item.heads;
+      locate(a, item, later_tile, located, w);
       const Tile& here = w.tiles[tile % RING];
       if (!here.live.any()) continue;
       const int there = w.tiles[later_tile % RING].live.any() ? later_tile % RING : tile % RING;
       const Places &place = w.places[tile % RING], &later_place = w.places[there];
-      Rows k{k_cache + h * a.k_head_stride, place.k}, v{v_cache + h * a.v_head_stride, place.v};
-      const Next next{{k_cache + later_h * a.k_head_stride, later_place.k},
-                      {v_cache + later_h * a.v_head_stride, later_place.v},
-                      whole,
-                      item.heads,
-                      whole ? h * TILE / item.heads : 0};
+      Rows k = keys_in(a, item, here, place).rows(h), v = values_in(a, item, here, place).rows(h);
+      const Rows next_k = keys_in(a, item, here, later_place).rows(later_h);
+      const Rows next_v = values_in(a, item, here, later_place).rows(later_h);
       const Lanes& lanes = Base::lanes_of(here);
       const Span span = here.span;
       if (!here.live.whole()) {
@@ -130,11 +202,26 @@ template <class C> struct Stream : Products<C> {
       if constexpr (C::shared_kv) v = k;
       if constexpr (FACTORS) {
         // by the unit that first looks ahead to a later tile; a token's factors of all heads lie side by side
-        if (AHEAD && later_tile > tile && (whole ? h == 0 : later_h == 0))
+        if (AHEAD && later_tile > tile && later_h == 0)
           Base::prefetch_factors(a, later_place.factors, item.head, w.factors);
         Base::load_factors(a, here, place.factors, item.head + h, lanes, span, w.factors);
       }
-      one_tile(a, item, h, tile * TILE, lanes, span, k, v, next, w);
+      one_tile(a, item, h, tile * TILE, lanes, span, k, v, next_k, next_v, w);
+    }
+  }
+
+  static void run(const Args& a, const Item& item, float* partials, Scratch& w) {
+    const int sets = item.queries * PARTS;
+    for (int h = 0; h < item.heads; h++)
+      for (int i = 0; i < sets; i++) {
+        Base::load_query(a, item.token + i / PARTS, (item.head + h) * G + i % PARTS * R, w.head[h].query[i]);
+        std::fill(w.head[h].state[i], w.head[h].state[i] + R, State{});
+        std::memset(w.head[h].sums[i], 0, sizeof w.head[h].sums[i]);
+      }
+    if (item.key_end > item.key_begin) {
+      const int32_t first = item.key_begin / TILE, last = ceil_div(item.key_end, TILE); // tiles
+      if constexpr (BY_TOKENS) by_tokens(a, item, first, last, w);
+      else by_heads(a, item, first, last, w);
     }
     alignas(64) float row[OUT];
     for (int h = 0; h < item.heads; h++)

@@ -17,7 +17,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "tile_kv": (32, 64, 128, 256),
         "streams": (2, 4, 8),
         "heads_together": (1, 2, 8),
-        "prefetch_tiles": (0, 1, 2),
+        "prefetch_ahead": (0, 1, 2),
         "split_tokens": (512, 2048, 8192),
     },
     "triton": {
@@ -37,8 +37,8 @@ WARP_SPECIALIZED = {
 # Other ways to do the work, tried one at a time and not multiplied out: changes that belong together.
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "cpp": (
-        {"prefetch_order": "head"},
-        {"prefetch_order": "token", "tile_kv": 32, "heads_together": 8},
+        {"read_order": "head"},
+        {"read_order": "token", "heads_together": 8, "prefetch_ahead": 2},
         *({"rows_together": rows} for rows in (2, 4)),
         *({"prefetch_hint": hint} for hint in ("l1", "l2")),
         *({"num_splits": splits} for splits in (0, 4)),
@@ -78,7 +78,7 @@ def resources(variant: Variant) -> tuple[int, ...]:
         return (variant.num_warps, in_flight, parts, PAGE_WALKS.index(variant.page_walk))
     if isinstance(variant, CppVariant):
         # a larger split divides fewer sequences, so fewer partial states are kept and merged
-        in_flight = variant.tile_kv * (1 + variant.prefetch_tiles)
+        in_flight = variant.tile_kv * (1 + variant.prefetch_ahead)
         return (in_flight, variant.streams * variant.heads_together, variant.num_splits, -variant.split_tokens)
     raise TypeError(f"variant must be a TritonVariant or a CppVariant, got {type(variant).__name__}")
 

@@ -53,6 +53,12 @@ def _cells(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]
     return found
 
 
+def _walk(cell: dict[str, Any], order: str) -> dict[str, Any] | None:
+    """The walk in the order that the kernel reads: in NHD by tokens."""
+    found: dict[str, Any] | None = cell.get(f"walk {order} tokens", cell.get(f"walk {order}"))
+    return found
+
+
 def _group(x: float, width: float, label: str, cell: dict[str, Any], drawn: list[str], scale: float) -> Iterable[str]:
     bar = width * 0.86 / len(drawn)
     base = HEIGHT - BOTTOM
@@ -63,7 +69,7 @@ def _group(x: float, width: float, label: str, cell: dict[str, Any], drawn: list
             yield _rect(
                 left, base - tall, bar * 0.9, tall, BARS[name], f"{label}, {name}: {cell[name]['rate']:.1f} GB/s"
             )
-        walk = cell.get(name.replace("pagegen", "walk")) if name.startswith("pagegen") else None
+        walk = _walk(cell, name.removeprefix("pagegen ")) if name.startswith("pagegen") else None
         if walk:
             yield _line(
                 left - 1, base - walk["rate"] * scale, left + bar, WALK_COLOUR, f"walk: {walk['rate']:.1f} GB/s"

@@ -165,28 +165,29 @@ def work_of(cell: Cell) -> int:
 # runs and on the number of threads.
 HND = ((64, 4, 1, 1), (64, 1, 1, 1), (128, 8, 1, 1), (256, 8, 1, 1), (64, 4, 4, 8), (256, 8, 1, 8))
 NHD = ((64, 1, 1, 1), (64, 1, 4, 8), (64, 4, 4, 8), (256, 8, 1, 8), (256, 16, 1, 8))
-BY_ROW = ((64, 1, 1, 1), (64, 1, 4, 1), (64, 4, 1, 1), (64, 8, 1, 1))
+BY_TOKEN = ((64, 1, 1, 1), (64, 4, 1, 1), (64, 8, 1, 1), (128, 8, 1, 1), (256, 8, 1, 1), (128, 8, 0, 1), (256, 8, 0, 1))
 
 
-def walk(found: Batches, name: str = "", *, rows: bool = False) -> Runner:
+def walk(found: Batches, name: str = "", *, tokens: bool = False) -> Runner:
     """Loads alone, of the same blocks through the same tables: the fastest way here and now. Heads come one after
-    another within a tile; with `rows` (NHD) a token's heads come together, as one row."""
-    k, v = found.k, found.v
-    if rows:
-        k, v = k.flatten(2).unsqueeze(2), v.flatten(2).unsqueeze(2)
+    another within a tile; with `tokens` (NHD) the heads of a token do, as they lie, in every stream."""
+    k, v, lens, together = found.k, found.v, found.lens, 1
+    if tokens:
+        together = k.shape[2]  # rows of as many heads count as so many tokens of one
+        k, v, lens = k.flatten(1, 2).unsqueeze(2), v.flatten(1, 2).unsqueeze(2), lens * together
     threads = torch.get_num_threads()
-    ways = BY_ROW if rows else NHD if found.layout.order == "NHD" else HND
-    title = name or f"walk {found.layout.order}" + (" rows" if rows else "")
+    ways = BY_TOKEN if tokens else NHD if found.layout.order == "NHD" else HND
+    title = name or f"walk {found.layout.order}" + (" tokens" if tokens else "")
 
     def runner(tile: int, streams: int, ahead: int, heads: int) -> Runner:
-        way = cpu_probes.Walk(tile=tile, streams=streams, ahead=ahead, heads=heads, split=2048)
-        items = found.k.shape[2] // heads if not rows else 1
-        while way.split > 256 and sum(-(-n // way.split) for n in found.lens.tolist()) * items < 4 * threads:
+        way = cpu_probes.Walk(tile=tile * together, streams=streams, ahead=ahead, heads=heads, split=2048 * together)
+        items = k.shape[2] // heads
+        while way.split > 256 * together and sum(-(-n // way.split) for n in lens.tolist()) * items < 4 * threads:
             way = replace(way, split=way.split // 2)  # every thread needs several
         values = None if found.spec.shared_kv else v
-        packed = [way.arguments(k, values, t, found.lens, threads) for t in found.tables]
+        packed = [way.arguments(k, values, t, lens, threads) for t in found.tables]
         call = here(title, lambda i: cpu_probes.walk(packed[i % len(packed)]), found.kv_bytes, f"{way}")
-        call.owners = (k, v)
+        call.owners = (k, v, lens)
         call.warm_up()
         return call
 
@@ -200,8 +201,8 @@ def walk(found: Batches, name: str = "", *, rows: bool = False) -> Runner:
 
 def with_walks(found: Batches) -> list[Runner]:
     """The decode kernel and every walk of its cache order."""
-    rows = [walk(found, rows=True)] if found.layout.order == "NHD" else []
-    return [kernel(found), walk(found), *rows]
+    tokens = [walk(found, tokens=True)] if found.layout.order == "NHD" else []
+    return [kernel(found), walk(found), *tokens]
 
 
 def read_gauge(pool: Pool) -> Gauge:

@@ -94,8 +94,8 @@ def line(row: Row) -> str:
 
 def _against(row: Row, over: str, found: dict[str, Any]) -> str:
     if over.startswith("walk"):
-        own = not is_peer(row) and over.removeprefix("walk ").removesuffix(" rows") in row["what"]
-        title = "the walk by rows" if over.endswith("rows") else "the walk"
+        own = not is_peer(row) and over.removeprefix("walk ").removesuffix(" tokens") in row["what"]
+        title = "the walk by tokens" if over.endswith("tokens") else "the walk"
         return f", {1 / found['median']:.0%} ({1 / found['cpu']:.0%}) of {title}" if own else ""
     if over.startswith("pagegen"):
         return f", {found['median']:.2f}x the time of {over.split()[1]}" if is_peer(row) else ""

@@ -13,7 +13,7 @@ from cpu_bench.samples import Gauge, Runner
 from pagegen.spec import CacheLayout
 
 ORDERS = ("HND", "NHD")
-WALKS = ["walk HND", "walk NHD", "walk NHD rows"]
+WALKS = ["walk HND", "walk NHD", "walk NHD tokens"]
 DECODE = tuple(Cell(batch=b, context=c) for b in (1, 8, 32) for c in (512, 4096, 16384))
 DECODE_QUICK = tuple(Cell(batch=b, context=c) for b, c in ((8, 4096), (1, 4096), (32, 512)))
 OTHERS = (

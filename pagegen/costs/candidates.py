@@ -20,7 +20,7 @@ def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, deco
     legal is for `legal` to say. Decode takes no more rows than the group needs, and longer queries no splits."""
     if target.family == "cpp":
         return tuple(
-            CppVariant(tile_kv=tile_kv, streams=8, heads_together=8, prefetch_tiles=1, split_tokens=split_tokens)
+            CppVariant(tile_kv=tile_kv, streams=8, heads_together=8, prefetch_ahead=1, split_tokens=split_tokens)
             for tile_kv in ((32, 128) if decode else (64, 256))
             for split_tokens in (512, 2048, 8192)
         )

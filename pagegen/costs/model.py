@@ -218,5 +218,5 @@ def _walk_share(spec: AttentionSpec, layout: CacheLayout, variant: CppVariant) -
     head's rows of a block in HND order, one token's rows of the heads read together in NHD order."""
     row_bytes = float(spec.head_dim * bytes_per_element(spec.kv_dtype))
     rows = layout.block_size if layout.order == "HND" else min(variant.heads_together, spec.num_kv_heads)
-    shares = CPU_WALK_EFFICIENCY[variant.prefetch_tiles > 0, variant.streams >= 4]
+    shares = CPU_WALK_EFFICIENCY[variant.prefetch_ahead > 0, variant.streams >= 4]
     return float(np.interp(math.log2(rows * row_bytes), np.log2(CPU_CHUNK_BYTES), shares))

@@ -15,7 +15,7 @@ REDUCES = ("kernel", "last")
 PREFETCHES = (0, 1, 2, 4, 8)
 # The cache a C++ kernel asks lines into, by the locality that __builtin_prefetch takes.
 PREFETCH_HINTS = {"l1": 3, "l2": 2}
-PREFETCH_ORDERS = ("head", "token")
+READ_ORDERS = ("head", "token")
 SCHEDULES = ("dynamic", "balanced")
 ACCUMULATES = ("dot", "float32")
 MAX_SPLITS = 1024  # of a C++ kernel: what 2**20 keys give parts of 1024
@@ -168,27 +168,27 @@ class CppVariant(Variant):
     """A C++ kernel for CPUs.
 
     `tile_kv`: keys scored at once. `streams`: places in the tile read side by side, so that more memory requests
-    are in flight. `heads_together`: KV heads that one work item reads in turn, tile by tile, at most.
-    `rows_together`: rows of q that a row of V of 16 or 32 bits meets at once, at most. `prefetch_tiles`: how far
-    ahead lines are asked for, in tiles of one head, or of all heads of an item with `prefetch_order` "token" (0 =
-    never); `prefetch_order`: "head" by head, or a "token" after the other with all its heads, where those lie side
-    by side (NHD); `prefetch_hint`: into which cache. `split_tokens`: keys one work item covers; longer sequences
-    are divided and merged. `num_splits`, where not 0: so many items a sequence instead. `schedule`: a thread takes
-    the next item left ("dynamic"), or a run of items of equal work ("balanced"). `accumulate`: by "dot" products of
-    16 or 8 bits where the CPU has them for the dtypes, or in "float32" throughout.
+    are in flight. `heads_together`: KV heads that one work item reads in turn, at most. `read_order`: in which order,
+    a tile of one "head" after the other, or by "token": a few tokens of all heads at a time, as memory lies in NHD
+    order. `prefetch_ahead`: how far ahead lines are asked for, in tiles of one head, or by token in steps of 8 tokens (of
+    `streams`, where those are more); 0: never. `prefetch_hint`: into which cache. `rows_together`: rows of q that a row
+    of V of 16 or 32 bits meets at once, at most. `split_tokens`: keys one work item covers; longer sequences are divided
+    and merged. `num_splits`, where not 0: so many items a sequence instead. `schedule`: a thread takes the next item
+    left ("dynamic"), or a run of items of equal work ("balanced"). `accumulate`: by "dot" products of 16 or 8 bits where
+    the CPU has them for the dtypes, or in "float32" throughout.
     """
 
     family: ClassVar[str] = "cpp"
     rare: ClassVar[tuple[str, ...]] = (
-        "rows_together", "prefetch_order", "prefetch_hint", "num_splits", "schedule", "accumulate",
+        "rows_together", "read_order", "prefetch_hint", "num_splits", "schedule", "accumulate",
     )  # fmt: skip
 
     tile_kv: int = 64
     streams: int = 4
     heads_together: int = 1
     rows_together: int = 2
-    prefetch_tiles: int = 1
-    prefetch_order: str = "head"
+    prefetch_ahead: int = 1
+    read_order: str = "head"
     prefetch_hint: str = "l2"
     split_tokens: int = 2048
     num_splits: int = 0
@@ -200,8 +200,8 @@ class CppVariant(Variant):
         _power_of_two("streams", self.streams, at_least=1, at_most=16)
         check.integer("heads_together", self.heads_together)
         _power_of_two("rows_together", self.rows_together, at_least=1, at_most=8)
-        check.one_of("prefetch_tiles", self.prefetch_tiles, PREFETCHES)
-        check.one_of("prefetch_order", self.prefetch_order, PREFETCH_ORDERS)
+        check.one_of("prefetch_ahead", self.prefetch_ahead, PREFETCHES)
+        check.one_of("read_order", self.read_order, READ_ORDERS)
         check.one_of("prefetch_hint", self.prefetch_hint, PREFETCH_HINTS)
         check.integer("num_splits", self.num_splits, at_least=0)
         if self.num_splits > MAX_SPLITS:

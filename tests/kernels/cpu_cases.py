@@ -18,8 +18,8 @@ from pagegen.spec import AttentionSpec, CacheLayout, CppVariant
 from pagegen.targets import cpp_build, cpu
 from pagegen.targets.call import AttentionKernel
 
-SHORT = CppVariant(tile_kv=16, streams=2, prefetch_tiles=4, split_tokens=64)
-LONG = CppVariant(tile_kv=64, streams=4, prefetch_tiles=1, split_tokens=128)
+SHORT = CppVariant(tile_kv=16, streams=2, prefetch_ahead=4, split_tokens=64)
+LONG = CppVariant(tile_kv=64, streams=4, prefetch_ahead=1, split_tokens=128)
 DECODE = [(0, 1), (1, 1), (37, 1), (300, 1), (64, 1), (129, 1)]
 RAGGED = [(70, 70), (0, 0), (33, 1), (200, 17), (5, 5), (310, 2), (129, 64)]
 HASWELL = ("-march=haswell",)

@@ -192,13 +192,13 @@ def _cpp_variant(random: Random) -> CppVariant:
     return CppVariant(
         tile_kv=tile_kv,
         streams=random.choice([1, 2, 4, 4, 8, 16]),
-        prefetch_tiles=random.choice([0, 1, 2, 4, 8]),
+        prefetch_ahead=random.choice([0, 1, 2, 4, 8]),
         split_tokens=tile_kv * random.choice([1, 2, 3, 5, 32]),
         heads_together=random.choice([1, 2, 3, 8]),
         rows_together=random.choice([1, 2, 4, 8]),
         num_splits=random.choice([0, 0, 1, 2, 5]),
         schedule=random.choice(["dynamic", "balanced"]),
-        prefetch_order=random.choice(["head", "token"]),
+        read_order=random.choice(["head", "token"]),
         prefetch_hint=random.choice(["l2", "l1"]),
         accumulate=random.choice(["dot", "dot", "dot", "float32"]),
     )

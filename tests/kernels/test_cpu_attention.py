@@ -74,8 +74,8 @@ CASES = [
     Case("fp32-over-bf16", 4, 96, 16, dtype="float32", fields={"kv_dtype": "bfloat16"}),
     Case("fp16-over-bf16", 2, 64, 32, dtype="float16", fields={"kv_dtype": "bfloat16"}),
     # the corners of the search space
-    Case("all-streams", 4, 64, 8, variant=CppVariant(tile_kv=16, streams=16, prefetch_tiles=8, split_tokens=16)),
-    Case("big-tile", 4, 64, 16, "HND", variant=CppVariant(tile_kv=256, streams=1, prefetch_tiles=0, split_tokens=256)),
+    Case("all-streams", 4, 64, 8, variant=CppVariant(tile_kv=16, streams=16, prefetch_ahead=8, split_tokens=16)),
+    Case("big-tile", 4, 64, 16, "HND", variant=CppVariant(tile_kv=256, streams=1, prefetch_ahead=0, split_tokens=256)),
     # features
     Case("window-1", 4, 64, 16, dtype="float32", fields={"window": 1}),
     Case("window-100", 3, 64, 24, variant=SHORT, fields={"window": 100}),

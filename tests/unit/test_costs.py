@@ -262,7 +262,7 @@ def test_more_rows_than_the_group_needs_cost_matrix_work_in_decode_only():
 
 def test_on_a_cpu_prefetch_and_larger_chunks_read_faster():
     hnd = CacheLayout(block_size=16, order="HND")
-    blind, looking = CppVariant(prefetch_tiles=0, streams=1), CppVariant(prefetch_tiles=1)
+    blind, looking = CppVariant(prefetch_ahead=0, streams=1), CppVariant(prefetch_ahead=1)
     assert predict(looking, layout=hnd, device=CPU) < predict(blind, layout=hnd, device=CPU)
     large = CacheLayout(block_size=128, order="HND")
     assert predict(blind, layout=large, device=CPU) < predict(blind, layout=hnd, device=CPU)

@@ -154,7 +154,7 @@ def test_regret_is_the_excess_over_the_best_of_each_workload():
 
 
 def test_ties_among_winners_go_to_fewer_resources_then_to_the_name():
-    lean, rich = CppVariant(prefetch_tiles=0), CppVariant(prefetch_tiles=2)
+    lean, rich = CppVariant(prefetch_ahead=0), CppVariant(prefetch_ahead=2)
     found = confirmed(rich, 0.800) + confirmed(lean, 0.805)
     assert decision(found).chosen == lean
     assert decision(list(reversed(found))).chosen == lean

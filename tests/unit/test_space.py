@@ -40,7 +40,7 @@ def test_neighbours_differ_in_one_field_by_one_step():
     found = Space(CPP, anything, ways=()).neighbours(CPP)
     assert set(found) == {
         CppVariant(tile_kv=32), CppVariant(tile_kv=128), CppVariant(streams=2), CppVariant(streams=8),
-        CppVariant(heads_together=2), CppVariant(prefetch_tiles=0), CppVariant(prefetch_tiles=2),
+        CppVariant(heads_together=2), CppVariant(prefetch_ahead=0), CppVariant(prefetch_ahead=2),
         CppVariant(split_tokens=512), CppVariant(split_tokens=8192),
     }  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_fewer_threads_and_less_memory_in_flight_are_fewer_resources():
     assert resources(TritonVariant(num_warps=2)) < resources(TritonVariant(num_warps=4))
     assert resources(TritonVariant(num_stages=1)) < resources(TritonVariant(num_stages=2))
     assert resources(TritonVariant(page_walk="pages_in_tile")) < resources(TritonVariant(page_walk="any"))
-    assert resources(CppVariant(prefetch_tiles=0)) < resources(CppVariant(prefetch_tiles=1))
+    assert resources(CppVariant(prefetch_ahead=0)) < resources(CppVariant(prefetch_ahead=1))
     assert resources(CppVariant(split_tokens=8192)) < resources(CppVariant(split_tokens=2048))
 
 

@@ -186,7 +186,7 @@ triton_variants = st.builds(
 )  # fmt: skip
 cpp_variants = st.builds(
     lambda tile, tiles, **rest: CppVariant(tile_kv=tile, split_tokens=tile * tiles, **rest),
-    POWERS, st.integers(1, 100), streams=st.sampled_from([1, 2, 4, 8, 16]), prefetch_tiles=st.sampled_from(PREFETCHES),
+    POWERS, st.integers(1, 100), streams=st.sampled_from([1, 2, 4, 8, 16]), prefetch_ahead=st.sampled_from(PREFETCHES),
 )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def test_different_variants_have_different_names(one, other):
         ("triton:warps=4", "a triton variant has no field warps"),
         ("cpp:tile_kv=64,split_tokens=100", "split_tokens must be a multiple of tile_kv 64, got 100"),
         ("cpp:streams=3", "streams must be a power of two in 1..16, got 3"),
-        ("cpp:prefetch_tiles=3", "prefetch_tiles must be one of 0, 1, 2, 4, 8, got 3"),
+        ("cpp:prefetch_ahead=3", "prefetch_ahead must be one of 0, 1, 2, 4, 8, got 3"),
         ("cuda:tile_kv=64", "family must be one of 'triton', 'cpp', got 'cuda'"),
         ("", "family must be one of 'triton', 'cpp', got ''"),
     ],

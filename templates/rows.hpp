@@ -15,8 +15,8 @@ template <class C> struct TileRows : Ends<C> {
   static constexpr int PADDED = std::bit_ceil((unsigned)Base::R); // rows, so that sums fill whole vectors
   static constexpr int TOKENS = std::max(1, W / PADDED), SUMS = PADDED * TOKENS; // scored at once
 
-  // Whether byte products serve (bytes.hpp): float32 queries keep their 24 bits; past 256 elements, or tokens of a tile,
-  // a sum could overflow.
+  // Whether byte products serve (bytes.hpp). Queries of float32 keep their 24 bits; past 256 elements, or tokens of a
+  // tile, a sum could overflow.
   static constexpr bool PACKED = std::is_same_v<KV, s4x2>, INTEGERS = PACKED || std::is_same_v<KV, s8>;
 #if defined(PAGEGEN_VNNI)
   static constexpr bool BYTES = C::dot && INTEGERS && !std::is_same_v<typename Base::Q, float> && D % 16 == 0 &&

@@ -16,8 +16,8 @@ template <class C> struct Stream : Products<C> {
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
   using typename Base::Lanes, typename Base::Places, typename Base::Query, typename Base::Rows, typename Base::Span;
   using typename Base::State, typename Base::Tile, typename Base::Weights;
-  using Base::AHEAD, Base::BY_TOKENS, Base::D, Base::DV, Base::FACTORS, Base::G, Base::OUT, Base::R, Base::STREAM_ROWS, Base::TILE;
-  using Base::WIDTH;
+  using Base::AHEAD, Base::BY_TOKENS, Base::D, Base::DV, Base::FACTORS, Base::G, Base::OUT, Base::R;
+  using Base::STREAM_ROWS, Base::TILE, Base::WIDTH;
 
   static constexpr int HEADS = C::heads_together;
   static constexpr int PARTS = G / R, SETS = std::max(1, STREAM_ROWS / R); // sets of R rows: of a query, of an item
@@ -104,8 +104,8 @@ template <class C> struct Stream : Products<C> {
     return {(const KV*)a.v_cache + item.head * a.v_head_stride, a.v_head_stride, at.v, tile.span};
   }
 
-  // Visits one side of a tile, CHUNK lanes of every head in turn, with the rows that are to be asked for meanwhile: those
-  // FAR lanes later, past the end those at the beginning of the side that `then` is (null: none).
+  // Visits one side of a tile, CHUNK lanes of every head in turn, with the rows that are to be asked for meanwhile:
+  // those FAR lanes later, past the end those at the beginning of `then` (null: none).
   template <class Visit>
   static PAGEGEN_INLINE void each_chunk(const Item& item, const Side& side, const Side* then, Visit visit) {
     for (int t = side.span.begin; t < side.span.end; t += CHUNK) {
@@ -172,9 +172,9 @@ template <class C> struct Stream : Products<C> {
       const int32_t later = std::min(tile + 1, last - 1);
       locate(a, item, later, located, w);
       const Tile &here = w.tiles[tile % RING], &there = w.tiles[later % RING];
+      const Tile* next = later > tile && there.live.any() ? &there : nullptr;
       if (here.live.any())
-        all_heads(a, item, tile * TILE, here, w.places[tile % RING], later > tile && there.live.any() ? &there : nullptr,
-                  w.places[later % RING], w);
+        all_heads(a, item, tile * TILE, here, w.places[tile % RING], next, w.places[later % RING], w);
     }
   }
 

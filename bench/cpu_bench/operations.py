@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +18,37 @@ from pagegen.spec import CacheLayout
 TOKENS, BLOCK_SIZE = 2048, 32
 STATES, ROWS = 4, 512
 LAYOUT = CacheLayout(block_size=BLOCK_SIZE, order="HND")
-Operation = tuple[str, Callable[[int], Any], int, int]  # name, call, bytes read, bytes written
+
+
+class Operation(NamedTuple):
+    """A call, the bytes it reads and writes, and memory like that which it reads from and writes to."""
+
+    name: str
+    call: Callable[[int], Any]
+    read: int
+    written: int
+    source: Tensor
+    target: Tensor
 
 
 def operations(bench: Bench) -> Iterable[Row]:
     """Rates count the bytes read and the bytes written; `memcpy` reads and writes the same ones in one run."""
-    target = torch.empty(64 << 20, dtype=torch.uint8)
-    for name, call, read, written in (*_writes(bench), *_copies(bench), *_merges()):
-        runners = [here(name, call, read + written), _memcpy(bench, target, (read + written) // 2)]
-        yield from bench.compare("copying", {"label": f"{(read + written) >> 20} MiB"}, runners, over=["memcpy"])
+    for one in (*_writes(bench), *_copies(bench), *_merges()):
+        size = one.read + one.written
+        runners = [here(one.name, one.call, size), _memcpy(one, size // 2)]
+        yield from bench.compare("copying", {"label": f"{size >> 20} MiB"}, runners, over=["memcpy"])
 
 
-def _memcpy(bench: Bench, target: Tensor, size: int) -> Runner:
-    """Copies `size` bytes of the pool, other ones each time, to memory that is used again as an output's is."""
-    source = bench.pool.gauge_memory
-    places = source.numel() // size
-    to = target[:size]
-    return here("memcpy", lambda i: to.copy_(source[i % places * size :][:size]), 2 * size)
+def _memcpy(one: Operation, size: int) -> Runner:
+    """Copies `size` bytes from where the operation reads to where it writes, in one run, other ones each time where
+    there are more."""
+    sources, targets = (memory.flatten().view(torch.uint8).split(size) for memory in (one.source, one.target))
+    sources, targets = ([part for part in parts if len(part) == size] for parts in (sources, targets))
+
+    def call(i: int) -> None:
+        targets[i % len(targets)].copy_(sources[i % len(sources)])
+
+    return here("memcpy", call, 2 * size)
 
 
 def _writes(bench: Bench) -> Iterable[Operation]:
@@ -43,23 +57,26 @@ def _writes(bench: Bench) -> Iterable[Operation]:
     q = torch.randn(TOKENS, BASE.num_q_heads, dim).to(torch.bfloat16)
     positions = torch.arange(TOKENS)
     cos, sin = (torch.rand(TOKENS, dim // 2) for _ in range(2))
-    kv = k.nbytes + v.nbytes
+    kv, rotated = k.nbytes + v.nbytes, q.nbytes
     k_cache, v_cache = bench.pool.caches(BASE, LAYOUT)
     slots = _slots(k_cache)
-    yield "write_kv", lambda i: pagegen.write_kv(k, v, k_cache, v_cache, slots[i % len(slots)]), kv, kv
-    yield (
+    rows = torch.zeros(2 * (kv + rotated), dtype=torch.uint8)  # as warm as k, v and q are
+    strewn = bench.pool.values_memory
+    yield Operation(
+        "write_kv", lambda i: pagegen.write_kv(k, v, k_cache, v_cache, slots[i % len(slots)]), kv, kv, rows[:kv], strewn
+    )
+    yield Operation(
         "rope_write_kv",
         lambda i: pagegen.rope_write_kv(q, k, v, positions, cos, sin, k_cache, v_cache, slots[i % len(slots)]),
-        kv + q.nbytes + cos.nbytes + sin.nbytes,
-        kv + q.nbytes,
-    )
+        kv + rotated + cos.nbytes + sin.nbytes, kv + rotated, rows, strewn,
+    )  # fmt: skip
     k8, v8 = bench.pool.caches(BASE.replace(kv_dtype="float8_e4m3fn", kv_scale_granularity="head"), LAYOUT)
     slots8, scale = _slots(k8), torch.full((heads,), 0.05)
 
     def quantised(i: int) -> None:
         pagegen.write_kv(k, v, k8, v8, slots8[i % len(slots8)], k_scale=scale, v_scale=scale)
 
-    yield "write_kv e4m3", quantised, kv, kv // 2
+    yield Operation("write_kv e4m3", quantised, kv, kv // 2, rows[:kv], strewn)
 
 
 def _slots(cache: Tensor) -> list[Tensor]:
@@ -72,14 +89,19 @@ def _copies(bench: Bench) -> Iterable[Operation]:
     k_cache, v_cache = bench.pool.caches(BASE, LAYOUT)
     pairs = torch.randperm(k_cache.shape[0]).view(-1, 64, 2)
     size = 64 * BLOCK_SIZE * BASE.kv_bytes_per_token
-    yield "copy_blocks", lambda i: pagegen.copy_blocks(k_cache, v_cache, pairs[i % len(pairs)]), size, size
+
+    def call(i: int) -> None:
+        pagegen.copy_blocks(k_cache, v_cache, pairs[i % len(pairs)])
+
+    yield Operation("copy_blocks", call, size, size, bench.pool.gauge_memory, bench.pool.values_memory)
 
 
 def _merges() -> Iterable[Operation]:
-    sets = [torch.randn(STATES, ROWS, BASE.num_q_heads, BASE.head_dim) for _ in range(4)]
+    sets = torch.randn(4, STATES, ROWS, BASE.num_q_heads, BASE.head_dim)
     lses = torch.randn(STATES, ROWS, BASE.num_q_heads)
     size = sets[0].nbytes
-    yield "merge_states", lambda i: pagegen.merge_states(sets[i % 4], lses), size, size // STATES
+    out = torch.zeros(size, dtype=torch.uint8)  # used again, as memory for a result is
+    yield Operation("merge_states", lambda i: pagegen.merge_states(sets[i % 4], lses), size, size // STATES, sets, out)
 
 
 def overhead(bench: Bench) -> Iterable[Row]:

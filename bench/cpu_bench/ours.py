@@ -54,6 +54,10 @@ class Pool:
     def gauge_memory(self) -> Tensor:
         return self._memory[0][:GAUGE_BYTES]
 
+    @property
+    def values_memory(self) -> Tensor:
+        return self._memory[1][:GAUGE_BYTES]
+
     def caches(self, spec: AttentionSpec, layout: CacheLayout) -> tuple[Tensor, Tensor]:
         """All of the memory as K and V caches [num_blocks, block_size, Hkv, D]; a shared cache has K alone."""
         dtype = torch.uint8 if spec.kv_dtype == INT4 else spec.kv_dtype
@@ -140,7 +144,9 @@ def _scales(spec: AttentionSpec, found: Batches) -> Tensor | None:
         return None
     shape = found.k.shape[:3]
     if spec.kv_scale_granularity == "token_head":
-        return torch.full(shape, 0.01)
+        # in huge pages, as the cache: one number is read for every row of it
+        memory = huge_memory(4 * math.prod(shape)).view(torch.float32)
+        return memory.fill_(0.01).view(shape)
     return torch.full((shape[2],), 0.01).expand(shape)
 
 

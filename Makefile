@@ -36,7 +36,8 @@ check: $(TOOLS)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	MYPYPATH=bench:autotune $(PY) -m mypy bench/cpu.py bench/cpu_bench bench/cpu_peers
+	MYPYPATH=bench:autotune $(PY) -m mypy bench/cpu.py bench/cpu_bench bench/cpu_peers bench/cache.py bench/cache_bench \
+	  bench/serving.py bench/serving_bench
 
 format: $(TOOLS)
 	$(PY) -m ruff check --fix .
@@ -52,9 +53,11 @@ sweep: $(TOOLS)
 	$(PY) tests/kernels/sweep.py --target cpu --cases 2000 --seed $(SEED) --jobs $(JOBS)
 	$(PY) tests/kernels/sweep.py --target interpreter --cases 150 --seed $(SEED) --jobs $(JOBS)
 
-# What bench/cpu.py measures beside pagegen, into .venv-bench (a folder each, 0.9 GB; ggml is compiled, a minute).
+# What bench/cpu.py and bench/cache.py measure beside pagegen, into .venv-bench (a folder each, 1.1 GB; ggml is compiled,
+# a minute).
 bench-peers: $(RUNTIME)
 	$(PY) bench/cpu.py --install .venv-bench
+	$(PY) bench/cache.py --install .venv-bench
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

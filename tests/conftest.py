@@ -20,12 +20,19 @@ for chosen in ("PAGEGEN_TARGET", "PAGEGEN_CHECK", "PAGEGEN_DB"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew instead of comparing")
+    parser.addoption("--nightly", action="store_true", help="more random cases, and the cache checks with a real model")
 
 
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written anew (`pytest --update-golden`)."""
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def nightly(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of random cases are to run many more of them (`pytest --nightly`): hours, not seconds."""
+    return bool(request.config.getoption("--nightly"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

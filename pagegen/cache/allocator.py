@@ -174,8 +174,8 @@ class BlockAllocator:
         """Says that the last step announced for `seq_ids` failed before it wrote anything: what it was to compute
         counts as not computed again, and cannot be found any more. Nor is it computed for whoever has found those
         blocks since or forked from there, and what they computed on top of them is forgotten too: they compute it
-        again. Call it before any of those is freed or swapped out (what is copied to the host counts as written). A
-        step that succeeded may be abandoned as well, and costs its time again.
+        again. Call it before any of those is freed, swapped out or copied on write, and before their window passes what
+        they found: copies count as written. A step that succeeded may be abandoned as well, and costs its time again.
 
         Raises ValueError, naming the sequences to free first, where a window gave back what they would see again."""
         self.take_back({seq_id: self.table.announced.item(self.resident(seq_id).row) for seq_id in seq_ids})

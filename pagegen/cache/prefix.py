@@ -108,7 +108,9 @@ class PrefixIndex:
         return node
 
     def fill(self, node: Node, block: int) -> None:
-        """One more block that holds the tokens of `node`."""
+        """One more block that holds the tokens of `node`; nothing where it is known for them already."""
+        if self.node_of[block] is node:  # after a failed step, two sequences that share a block both offer it again
+            return
         node.blocks = (*node.blocks, block)
         self.node_of[block] = node
         self.named[block] = True

@@ -167,8 +167,6 @@ def plan_abandon(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> dic
             block = table.blocks.item(row, place)
             if allocator.pool.refs.item(block) > 1:
                 pending += [(other, max(length, place * size)) for other in table.holders(place, block)]
-    for seq_id, length in _swapped_out_behind(allocator, _written_behind(allocator, found)).items():
-        found[seq_id] = min(length, found.get(seq_id, length))
     gone = [
         seq_id
         for seq_id, length in found.items()
@@ -214,17 +212,3 @@ def _written_behind(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> 
             last = table.blocks_for(table.computed.item(state.row))
             found.update(dict.fromkeys(table.blocks[state.row, length // table.block_size : last].tolist()))
     return list(found)
-
-
-def _swapped_out_behind(allocator: BlockAllocator, blocks: list[int]) -> dict[Hashable, int]:
-    """The sequences in host blocks that had found any of `blocks`, and how much remains of each."""
-    tainted = {allocator.pool.index.node_of[block] for block in blocks} - {None}
-    lengths: dict[Hashable, int] = {}
-    for seq_id, state in allocator.sequences.items() if tainted else ():
-        node, count = state.node, allocator.table.indexed.item(state.row)
-        while state.host is not None and node is not None and count:
-            count -= 1
-            if node in tainted:
-                lengths[seq_id] = count * allocator.block_size
-            node = node.parent
-    return lengths

@@ -17,17 +17,20 @@ from torch.nn.functional import pad
 
 from pagegen import serving
 from pagegen.cache import BlockAllocator, PagedKVCache
+from pagegen.cache.sequence import integer, listed
 from pagegen.integrations.hf_attention import Step
 from pagegen.integrations.hf_cache import RaggedCache, View
-from pagegen.spec import AttentionSpec, check
+from pagegen.serving.checks import token_ids
+from pagegen.spec import AttentionSpec
 
 # Sequences a step is padded to a multiple of. PyTorch compiles a size of 1 as a constant, which would cost a second
 # graph; and MKL takes 73 ms to multiply 3 rows by SmolLM2's float32 weights on one core, 57 ms for 2, 43 ms for 4.
-_GROUP = 4
+_SEQS_MULTIPLE = 4
 # Every size that changes from step to step must be dynamic in the one graph, and PyTorch gives equal sizes one
 # symbol: the graph is traced on sizes that all differ.
 _TRACE_QUERY_LENS = (4, 7)
 _TRACE_BLOCKS = 5
+_TRACE_SEQ_LEN = 12
 
 
 class PagedGenerator:
@@ -69,6 +72,7 @@ class PagedGenerator:
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
+        self._vocabulary = _vocabulary(model)
         self._ids = itertools.count()
         self._forward: Callable[..., Tensor] = self._greedy_tokens
         if compile:
@@ -82,7 +86,7 @@ class PagedGenerator:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        eos_token_id: int | Iterable[int] | None = None,
+        eos_token_id: int | Iterable[int] | Tensor | None = None,
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[list[int]]:
         """The new tokens of each prompt (a sequence or 1-D tensor of token ids), its end-of-sequence token included
@@ -90,10 +94,14 @@ class PagedGenerator:
 
         `eos_token_id` defaults to the model's generation config. `on_token(prompt_index, token)` is called as
         tokens come. Raises ValueError or TypeError naming a bad prompt, and OutOfBlocks for one that could never fit.
+        What the model, the store or a callback raises comes out as it is, and the store is free for the next call.
         """
-        check.integer("max_new_tokens", max_new_tokens)
+        new_tokens = integer("max_new_tokens", max_new_tokens, 1)
         stop = self._stop_tokens(eos_token_id)
-        requests = [self._request(i, prompt, max_new_tokens, stop) for i, prompt in enumerate(prompts)]
+        if on_token is not None and not callable(on_token):
+            raise TypeError(f"on_token must be callable, got {type(on_token).__name__}")
+        given = enumerate(listed("prompts", prompts))
+        requests = [self._request(i, prompt, new_tokens, stop) for i, prompt in given]
         index_of = {request.id: index for index, request in enumerate(requests)}
         scheduler, clock = self.scheduler(), serving.WallClock()
         heard = None if on_token is None else lambda request, token: on_token(index_of[request], token)
@@ -101,8 +109,10 @@ class PagedGenerator:
         try:
             for outcome in serving.replay(scheduler, requests, self.run, clock, heard):
                 outcomes[index_of[outcome.request.id]] = outcome
-        except Exception:
+        except Exception as error:
             scheduler.abort_all(clock.now_s())
+            if isinstance(error, serving.NeverFits) and error.request_id in index_of:
+                raise error.named(f"prompts[{index_of[error.request_id]}]") from None
             raise
         except BaseException:  # an interrupt may come between any two operations of the bookkeeping
             self.reset()
@@ -131,8 +141,8 @@ class PagedGenerator:
             max_seq_len=batch.max_seq_len,
         )
         with torch.no_grad():
-            tokens = self._call(batch.input_ids, batch.positions, step).tolist()
-        return [int(token) for token in tokens[: len(planned.seq_ids)]]
+            tokens: list[int] = self._call(batch.input_ids, batch.positions, step).tolist()
+        return tokens[: len(planned.seq_ids)]  # without those of the rows it was padded with
 
     def reset(self) -> None:
         """Forgets every sequence and every shared beginning. Call it after the model's weights have changed."""
@@ -142,11 +152,9 @@ class PagedGenerator:
             watermark=old.watermark, window=old.window, num_host_blocks=old.num_host_blocks,
         )  # fmt: skip
 
-    def _stop_tokens(self, given: int | Iterable[int] | None) -> frozenset[int]:
+    def _stop_tokens(self, given: int | Iterable[int] | Tensor | None) -> frozenset[int]:
         value = getattr(self.model, "generation_config", self.model.config).eos_token_id if given is None else given
-        if value is None:
-            return frozenset()
-        return frozenset([value] if isinstance(value, int) else value)
+        return frozenset() if value is None else token_ids("eos_token_id", value)
 
     def _request(self, index: int, prompt: Any, max_new_tokens: int, stop: frozenset[int]) -> serving.Request:
         try:
@@ -155,12 +163,15 @@ class PagedGenerator:
             raise TypeError(f"prompts[{index}] must be a sequence of token ids, got {prompt!r}") from error
         if not tokens:
             raise ValueError(f"prompts[{index}] must hold at least one token, got none")
+        wrong = next((token for token in tokens if not 0 <= token < self._vocabulary), None)
+        if wrong is not None:
+            raise ValueError(f"prompts[{index}] must hold token ids in 0..{self._vocabulary - 1}, got {wrong}")
         return serving.Request(next(self._ids), tokens, max_new_tokens, stop_tokens=stop)
 
     def _call(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         """Runs the step, padded to whole groups of sequences that write nothing, and to two block-table columns."""
         table, lens, starts, slots = step.block_table, step.seq_lens, step.query_start_loc, step.slot_mapping
-        more = -len(lens) % _GROUP
+        more = -len(lens) % _SEQS_MULTIPLE
         table = pad(table, (0, max(0, 2 - table.shape[1]), 0, more))
         if more:
             lens, slots = pad(lens, (0, more), value=1), pad(slots, (0, more), value=-1)
@@ -212,7 +223,7 @@ class PagedGenerator:
         positions = torch.cat([torch.arange(n, device=device) for n in _TRACE_QUERY_LENS])
         slots = torch.full((total,), -1, dtype=torch.int64, device=device)
         table = torch.zeros(len(lens), _TRACE_BLOCKS, dtype=torch.int32, device=device)
-        bounds = _bounds(max(_TRACE_QUERY_LENS), 12)
+        bounds = _bounds(max(_TRACE_QUERY_LENS), _TRACE_SEQ_LEN)
         for tensor in (ids, positions, slots, table, lens, starts, bounds, *self.store.pools):
             torch._dynamo.mark_dynamic(tensor, 0)
         torch._dynamo.mark_dynamic(table, 1)
@@ -225,6 +236,12 @@ def _bounds(max_query_len: int, max_seq_len: int) -> Tensor:
     """Two integers as the sizes of an empty tensor, which can be marked dynamic where an integer argument would
     be compiled as a constant first. One is added so that no size is 1."""
     return torch.empty(max_query_len + 1, max_seq_len + 1, 0)
+
+
+def _vocabulary(model: Any) -> int:
+    """How many token ids the model knows; all that a block can hold where it does not say."""
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return int(getattr(embeddings, "num_embeddings", 2**32))
 
 
 def _view(x: Tensor) -> View:

@@ -26,6 +26,10 @@ class ServableCache(Protocol):
 
     def computed(self, seq_id: Hashable) -> int: ...
 
+    def length(self, seq_id: Hashable) -> int: ...
+
+    def truncate(self, seq_id: Hashable, length: int) -> object: ...
+
     def free(self, seq_id: Hashable) -> object: ...
 
     def swap_out(self, seq_id: Hashable) -> Any: ...
@@ -79,3 +83,8 @@ def groups_of(cache: Any) -> tuple[Group, ...]:
             f"got {type(cache).__name__}"
         )
     return (Group(books),)
+
+
+def holds(cache: Any, seq_id: Hashable) -> bool:
+    """Whether `seq_id` names a sequence in `cache`, swapped out or not."""
+    return any(seq_id in group.books.sequences for group in groups_of(cache))

@@ -52,12 +52,14 @@ class Percentiles:
     @classmethod
     def of(cls, values: Sequence[float], counts: Sequence[int] | None = None) -> Percentiles:
         """Of `values`, the i-th of which stands for `counts[i]` equal ones. Raises ValueError where there are none."""
-        times = [1] * len(values) if counts is None else list(counts)
-        if len(times) != len(values) or not values:
-            raise ValueError(f"values must be at least one, with a count each, got {len(values)} and {len(times)}")
-        ordered = sorted(zip(values, times, strict=True))
-        total = sum(times)
-        wanted = [-(-total * share // 100) for share in (50, 90, 99)]
+        known_counts = [1] * len(values) if counts is None else list(counts)
+        if len(known_counts) != len(values) or not values:
+            raise ValueError(
+                f"values must be at least one, with a count each, got {len(values)} and {len(known_counts)}"
+            )
+        ordered = sorted(zip(values, known_counts, strict=True))
+        total = sum(known_counts)
+        wanted = [-(-total * share // 100) for share in (50, 90, 99)]  # how many values reach the share, rounded up
         found: list[float] = []
         reached = 0
         for value, count in ordered:
@@ -114,6 +116,13 @@ class Counters:
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     failed_steps: int = 0
+
+    def end(self, reason: str) -> None:
+        """One request has ended."""
+        if reason == "aborted":
+            self.aborted += 1
+        else:
+            self.finished += 1
 
     def reset(self) -> None:
         """Back to nothing."""

@@ -15,9 +15,12 @@ OnToken = Callable[[Hashable, int], object]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request's state. `level` is its priority, or the better one it has risen to; `number` counts submissions and
-    `ticket` admissions. Of the tokens `known` (prompt and outputs), `pending` are not computed, 1 while it decodes, and
-    `unfed` (the last one, or none) are not in the cache. `lost` were computed when its blocks were last dropped."""
+    """One request's state. `level` is its priority, or the better one it has risen to; it counts its `setbacks` on the
+    way there. `number` counts submissions and `ticket` admissions. Of the tokens `known` (prompt and outputs),
+    `pending` are not computed, 1 while it decodes, and `unfed` (the last one, or none) are not in the cache. `lost`
+    were computed when its blocks were last dropped. `generated` outputs are there, `limit` at most; `outputs` is None
+    where the prompt was given by its length. It is `resident` while it runs, `swapped` while its blocks are on the
+    host, and `gone` once it has ended as a resident, although a step in flight may still have a row for it."""
 
     request: Request
     number: int
@@ -48,10 +51,15 @@ class Job:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
-    runs: dict[int, int] = field(default_factory=dict)  # gaps that stand for several
+    runs: dict[int, int] = field(default_factory=dict)  # how many gaps the i-th of `gaps_s` stands for, where several
 
     @classmethod
     def of(cls, request: Request, number: int, on_token: OnToken | None) -> Job:
+        """A request that has just been submitted. Raises TypeError for what is none, or cannot be called."""
+        if not isinstance(request, Request):
+            raise TypeError(f"request must be a Request, got {type(request).__name__}")
+        if on_token is not None and not callable(on_token):
+            raise TypeError(f"on_token must be callable, got {type(on_token).__name__}")
         sizes_only = isinstance(request.prompt, int)
         # tokens that nobody knows are equal to nobody else's
         context = b"tokens of " + repr(request.id).encode() if sizes_only else request.context
@@ -96,6 +104,7 @@ class Job:
             self.outputs.extend([0] * count)
 
     def outcome(self, reason: Reason, now_s: float) -> Outcome:
+        """What came of the request, which ends now."""
         times = RequestTimes(
             arrival_s=self.request.arrival_s,
             admitted_s=self.admitted_s,
@@ -113,3 +122,15 @@ class Job:
             preemptions=self.preemptions,
             times=times,
         )
+
+
+def tell(heard: list[tuple[Job, int]]) -> BaseException | None:
+    """Calls the callbacks with their tokens, all of them; returns the first error."""
+    first: BaseException | None = None
+    for job, token in heard:
+        try:
+            if job.on_token is not None and not job.aborted:  # by a callback before
+                job.on_token(job.id, token)
+        except BaseException as error:
+            first = first or error
+    return first

@@ -41,8 +41,9 @@ def replay(
     on_token: OnToken | None = None,
 ) -> Iterator[Outcome]:
     """Submits each request when it arrives (by `arrival_s`, in which order they must come), lets `run` compute the
-    steps, and yields the requests as they end. Where a step, a callback or a request fails, the error goes on: the
-    step in flight counts as failed, and the scheduler can be used on or its requests aborted.
+    steps, and yields the requests as they end. Where a step, a callback or a request fails, what ended is
+    yielded and then the error goes on: the step in flight counts as failed, and the scheduler can be used on (with the
+    same clock while it serves somebody) or its requests aborted.
 
     Raises ValueError for arrivals out of order and RuntimeError where requests wait and nothing is left that would
     make room (the cache holds what is not the scheduler's), besides what `submit`, `run` and the callbacks raise.
@@ -56,17 +57,27 @@ def replay(
         step = scheduler.schedule(clock.now_s())
         if step is not None:
             try:
-                tokens = run(step)
-            except BaseException:
-                scheduler.fail(step)
+                ended = scheduler.complete(step, run(step), clock.now_s())
+            except BaseException as error:
+                _fail(scheduler, step, error)
+                yield from scheduler.drain()
                 raise
-            yield from scheduler.complete(step, tokens, clock.now_s())
+            yield from ended
         elif following is not None:
             clock.wait_until(following.arrival_s)
         elif scheduler.waiting:
             raise RuntimeError(f"{scheduler.waiting} requests wait for blocks that no request of this scheduler holds")
         else:
             return
+
+
+def _fail(scheduler: Scheduler, step: Step, error: BaseException) -> None:
+    """Hands back a step that failed with `error`, unless it has landed; raises `error` where that fails too."""
+    if scheduler.in_flight is step:
+        try:
+            scheduler.fail(step)
+        except Exception as another:
+            raise error from another
 
 
 def _after(last: Request, coming: Iterator[Request]) -> Request | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
+
+import numpy as np
 
 from pagegen.cache import OutOfBlocks
 from pagegen.cache.sequence import integer, pack_tokens
+from pagegen.serving.checks import hashable, moment, token_ids
 from pagegen.serving.figures import RequestTimes
 
 Reason = Literal["length", "stop", "aborted"]
@@ -33,22 +35,27 @@ class Request:
     priority: int = 0
     tenant: Hashable = None
     context: bytes = b""
-    stop_tokens: frozenset[int] = field(default=frozenset())
+    stop_tokens: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, int):
-            integer("prompt", self.prompt, 1)
+        hashable("id", self.id)
+        hashable("tenant", self.tenant)
+        if isinstance(self.prompt, (int, np.integer)):
+            self._set("prompt", integer("prompt", self.prompt, 1))
         else:
-            object.__setattr__(self, "prompt", pack_tokens(self.prompt)[:])
+            self._set("prompt", pack_tokens(self.prompt, "prompt")[:])  # an array is the caller's: copied
             if not self.prompt:
                 raise ValueError(f"prompt must hold at least one token, got none for request {self.id!r}")
-        integer("max_new_tokens", self.max_new_tokens, 1)
-        integer("priority", self.priority, -(2**31), 2**31)
-        if not math.isfinite(self.arrival_s):
-            raise ValueError(f"arrival_s must be a time in seconds, got {self.arrival_s}")
+        self._set("max_new_tokens", integer("max_new_tokens", self.max_new_tokens, 1))
+        self._set("priority", integer("priority", self.priority, -(2**31), 2**31 - 1))
+        self._set("arrival_s", moment("arrival_s", self.arrival_s))
         if not isinstance(self.context, bytes):
             raise TypeError(f"context must be bytes, got {type(self.context).__name__} {self.context!r}")
-        object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
+        self._set("stop_tokens", token_ids("stop_tokens", self.stop_tokens))
+
+    def _set(self, field: str, value: object) -> None:
+        """What was given, in its one form."""
+        object.__setattr__(self, field, value)
 
     @property
     def prompt_tokens(self) -> int:
@@ -78,14 +85,19 @@ class Outcome:
 class NeverFits(OutOfBlocks):
     """A request that the cache cannot hold even alone. It was refused; nothing else was changed."""
 
-    def __init__(self, request: Request, needed: int, num_blocks: int, watermark: int) -> None:
+    def __init__(self, request: Request, needed: int, num_blocks: int, watermark: int, name: str | None = None) -> None:
         super().__init__(needed, num_blocks - watermark)
         self.request_id = request.id
+        self._refused = request, needed, num_blocks, watermark
         held = f"{num_blocks} blocks" + (f", {watermark} of them kept back" if watermark else "")
         self._text = (
-            f"request {request.id!r} needs {needed} blocks for {request.prompt_tokens} prompt and up to "
+            f"{name or f'request {request.id!r}'} needs {needed} blocks for {request.prompt_tokens} prompt and up to "
             f"{request.max_new_tokens} new tokens, but the cache has {held}: ask for fewer tokens"
         )
+
+    def named(self, name: str) -> NeverFits:
+        """The same, of what the caller calls `name`."""
+        return NeverFits(*self._refused, name)
 
     def __str__(self) -> str:
         return self._text

@@ -30,24 +30,26 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
 
-from pagegen.cache.sequence import integer, pack_tokens
-from pagegen.serving.caches import ServableCache
+from pagegen.cache.sequence import integer
+from pagegen.serving.caches import ServableCache, holds
+from pagegen.serving.checks import hashable, moment
 from pagegen.serving.figures import Counters, ServerFigures
-from pagegen.serving.job import Job, OnToken
-from pagegen.serving.request import NeverFits, Outcome, Reason, Request
-from pagegen.serving.residents import Preempt, Residents, Rows
+from pagegen.serving.flight import Flight
+from pagegen.serving.job import Job, OnToken, tell
+from pagegen.serving.request import Outcome, Reason, Request
+from pagegen.serving.residents import Preempt, Residents
 from pagegen.serving.step import Step
 from pagegen.serving.waiting import OUTPUT_TOKEN_COST, WaitingLine
 
-_TURN_STEPS = 8
+_TURN_STEPS = 8  # one in so many steps gives its budget to prompts in order of admission
 
 
 class Scheduler:
     """Serves requests from `cache`, which holds no other sequences; their ids there are the requests'. See the module.
 
     `max_num_seqs` sequences and `max_batch_tokens` query tokens at most in a step, at least one token a sequence.
-    `max_overtakes`: how many requests of better priorities may be admitted in a row before a waiting one.
-    """
+    `max_overtakes`: how many requests of better priorities may be admitted in a row before a waiting one. `now_s` is
+    always in seconds of a clock that does not go back; another clock may be used once nobody is served."""
 
     def __init__(
         self,
@@ -62,15 +64,15 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = integer("max_num_seqs", max_num_seqs, 1)
         # so that every running sequence can decode in every step
-        self.max_batch_tokens = integer("max_batch_tokens", max_batch_tokens, max_num_seqs)
+        self.max_batch_tokens = integer("max_batch_tokens", max_batch_tokens, self.max_num_seqs)
         self._line = WaitingLine(integer("max_overtakes", max_overtakes, 1))
         self._counters = Counters()
         self._residents = Residents(cache, self._line, self._counters, lookahead=lookahead, preempt=preempt)
         self._jobs: dict[Hashable, Job] = {}
-        self._step: Step | None = None  # in flight, with its rows and how many steps it stands for
-        self._rows: Rows = []
-        self._count, self._first_end_s = 1, 0.0
-        self._ended: list[Outcome] = []
+        self._flight: Flight | None = None
+        self._undelivered: list[Outcome] = []
+        self._telling = False  # callbacks are being called
+        self._now_s: float | None = None  # the last time given
         self._steps = self._submitted = 0
         self._start_s: float | None = None
 
@@ -84,30 +86,47 @@ class Scheduler:
         """Requests admitted and not ended."""
         return len(self._residents.jobs)
 
+    @property
+    def in_flight(self) -> Step | None:
+        """The step to be handed back by `complete` or `fail`."""
+        return None if self._flight is None else self._flight.step
+
     def progress(self) -> list[tuple[Request, int]]:
         """The running requests in order of admission, and how many output tokens each has."""
         return [(job.request, job.generated) for job in self._residents.jobs]
 
     def submit(self, request: Request, on_token: OnToken | None = None) -> None:
         """Puts a request in line. `on_token(request.id, token)` is called for each output token, in order, when its
-        step completes. Raises NeverFits, or ValueError for an id that is being served; then nothing has changed. A
-        cache with a window must hold all tokens too: what is computed again after a preemption comes in whole."""
+        step completes. Raises NeverFits, TypeError, or ValueError for an id that is being served or in the cache; then
+        nothing has changed. A cache with a window must hold all tokens too: what is computed again after a preemption
+        comes in whole."""
+        job = Job.of(request, self._submitted, on_token)
         if request.id in self._jobs:
             raise ValueError(f"request.id must be new, got {request.id!r}, which is being served")
-        for group in self._residents.groups:
-            needed = group.blocks_for(request.most_tokens)
-            if needed > group.num_blocks - group.watermark:
-                raise NeverFits(request, needed, group.num_blocks, group.watermark)
-        job = self._jobs[request.id] = Job.of(request, self._submitted, on_token)
-        self._submitted += 1
+        # one aborted in the step in flight is freed before another step is scheduled
+        leaving = self._flight is not None and request.id in self._flight.step.seq_ids
+        if holds(self.cache, request.id) and not leaving:
+            raise ValueError(f"request.id must be new, got {request.id!r}, which is in the cache")
+        self._residents.check_fits(request)
+        if not self._jobs and self._flight is None:
+            self._now_s = None  # nobody's times began before: a new clock may be used
         self._line.arrive(job)
+        self._jobs[request.id] = job
+        self._submitted += 1
 
     def schedule(self, now_s: float) -> Step | None:
         """The next step, or None where nothing can be computed now. Room for its tokens is made in the cache. It must
-        be handed back by `complete` or `fail` before the next."""
-        if self._step is not None:
-            raise ValueError(f"step {self._step.number} must be completed or failed before another is scheduled")
+        be handed back by `complete` or `fail` before the next. Where the cache raises, so does this: then every request
+        is in line or running as before, and the next call tries again."""
+        if self._telling:
+            raise RuntimeError("schedule must not be called by a callback: the step is not over before all were called")
+        if (flying := self.in_flight) is not None:
+            raise ValueError(f"step {flying.number} must be completed or failed before another is scheduled")
+        now_s = self._moment(now_s)
         residents = self._residents
+        error = residents.release()
+        if error is not None:
+            raise error
         preempted = residents.grow()
         rows = [(job, 1) for job in residents.jobs if job.pending == 1]
         closed = preempted and residents.jobs
@@ -120,122 +139,122 @@ class Scheduler:
             return None
         if self._start_s is None:
             self._start_s = now_s
-        self._rows, self._count = rows, 1
-        self._step = Step(
-            number=self._steps,
-            seq_ids=tuple([job.id for job, _ in rows]),
-            query_lens=tuple([query for _, query in rows]),
-            context_lens=tuple([job.known - job.pending + query for job, query in rows]),
-            samples=tuple([job.pending == query for job, query in rows]),
-        )
+        self._flight = Flight.of(self._steps, rows)
         self._steps += 1
-        return self._step
+        return self._flight.step
 
     def steady_steps(self, step: Step) -> int:
         """How many steps in a row, this one included, differ by nothing but one more token a sequence, were no request
         submitted: until one may end or be admitted, or a block may be wanting."""
-        self._check_in_flight(step)
-        rows = len(self._rows)
-        if not step.is_decode:
+        flight = self._flying(step)
+        if self.waiting and len(flight.rows) < self.max_num_seqs and not self._residents.is_blocked:
             return 1
-        if self.waiting and rows < self.max_num_seqs and not self._residents.is_blocked:
-            return 1
-        room = min(group.block_size * (group.available // rows) for group in self._residents.groups)
-        return min(1 + room, min(job.limit - job.generated for job, _ in self._rows))
+        return flight.steady_steps(self._residents.groups)
 
     def repeat(self, step: Step, count: int, first_end_s: float) -> None:
         """Makes the step in flight stand for `count` steps, at most `steady_steps`, the first of which ends at
         `first_end_s`: a simulation's way through long stretches in which nothing happens. Their tokens are 0. When it
         completes, `count - 1` tokens more of each sequence are computed than `step.context_lens` says."""
-        integer("count", count, 1, self.steady_steps(step))
-        self._count, self._first_end_s = count, first_end_s
-        if count > 1:
-            for job, _ in self._rows:
-                self.cache.append(job.id, range(count - 1) if job.outputs is None else [0] * (count - 1))
+        count = integer("count", count, 1, self.steady_steps(step))
+        first_end_s = moment("first_end_s", first_end_s, self._now_s)
+        self._flying(step).repeat(self._residents, count, first_end_s)
 
     def complete(self, step: Step, tokens: Sequence[int] | None, now_s: float) -> list[Outcome]:
         """Takes in what the step computed: for each row the token that follows its last query (where `step.samples`,
         else it is ignored), or None in a simulation. Streams the tokens, and returns the requests that ended.
 
-        Where a callback raises, everything is taken in and the other callbacks are called; then the first error goes
-        on, and the next `complete` returns what ended in both."""
-        self._check_in_flight(step)
-        packed = None if tokens is None else pack_tokens(tokens)
-        if packed is not None and len(packed) != len(self._rows):
-            raise ValueError(f"tokens must be one a row of the step ({len(self._rows)}), got {len(packed)}")
-        rows, count = self._land(), self._count
-        first_end_s = now_s if count == 1 else self._first_end_s
-        served, heard, sampled, some_ended = self._line.served, list[tuple[Job, int]](), 0, False
+        Where a callback raises, or the cache when a sequence is freed, everything is taken in and the other callbacks
+        are called; then the first error goes on, and `drain` returns what ended."""
+        flight = self._flying(step)
+        packed = None if tokens is None else step.answers(tokens)
+        now_s = self._moment(now_s, flight.first_end_s)
+        first_end_s = now_s if flight.first_end_s is None else flight.first_end_s
+        self._flight, rows, count = None, flight.rows, flight.count
+        heard: list[tuple[Job, int]] = []
+        leaving: list[Hashable] = []
+        ended: list[Outcome] = []
+        sampled = 0
         for row, (job, query) in enumerate(rows):
             if job.gone:  # aborted meanwhile
-                self.cache.free(job.id)
+                leaving.append(job.id)
                 continue
             job.pending -= query
             if job.pending:
                 continue
             token = 0 if packed is None else packed[row]
-            if job.first_token_s is None:
-                self._answered(job)
+            if job.first_token_s is None:  # the prompt is computed: those who wait may find it now
+                self._counters.prompt_tokens += job.prompt_tokens
+                self._residents.look_again()
             job.take(token, first_end_s)
             if count > 1:
                 job.take_more(count - 1, now_s)
             sampled += 1
-            served[job.tenant] += count * OUTPUT_TOKEN_COST
+            self._line.charge(job.tenant, count * OUTPUT_TOKEN_COST)
             if job.on_token is not None:
                 heard.append((job, token))
             stopped = token in job.stop_tokens and packed is not None
             if stopped or job.generated == job.limit:
-                some_ended = True
-                self.cache.free(job.id)
+                leaving.append(job.id)
                 job.gone = True
-                self._ended.append(self._end(job, "stop" if stopped else "length", now_s))
+                ended.append(self._end(job, "stop" if stopped else "length", now_s))
         self._counters.steps += count
         self._counters.computed_tokens += sum(step.query_lens) + (count - 1) * len(rows)
         self._counters.output_tokens += count * sampled
-        if some_ended:
+        if ended:
             self._residents.leave()
-        _tell(heard)
-        ended, self._ended = self._ended, []
+        unfreed = self._residents.release(leaving) if leaving else None
+        self._telling = True
+        try:
+            error = tell(heard)
+        finally:
+            self._telling = False
+        error = error or unfreed
+        if error is not None:
+            self._undelivered += ended
+            raise error
+        return ended
+
+    def drain(self) -> list[Outcome]:
+        """The requests that ended in steps whose `complete` raised, each once."""
+        ended, self._undelivered = self._undelivered, []
         return ended
 
     def fail(self, step: Step) -> None:
         """The step failed before all of it was written: nothing of it counts, nobody finds its blocks, and the next
         step tries again, unless requests are aborted before."""
-        self._check_in_flight(step)
-        rows = self._land()
-        self._counters.failed_steps += 1
-        # a step that failed before it was announced must not undo the one before it
-        announced = [job.id for job, _ in rows if self.cache.computed(job.id) > job.known - job.pending]
-        self.cache.abandon(announced)  # nobody can have found anything of it yet
-        for job, _ in rows:
-            if job.gone:
-                self.cache.free(job.id)
+        error = self._fail(self._flying(step))
+        if error is not None:
+            raise error
 
     def abort(self, request_id: Hashable, now_s: float) -> Outcome:
-        """Ends a request where it stands. One of the step in flight loses its blocks when the step is handed back.
-        Raises KeyError for an id that is not being served."""
+        """Ends a request where it stands. One of the step in flight loses its blocks when the step is handed back, one
+        that the cache fails to free before the next is scheduled. Raises KeyError for an id that is not served."""
+        hashable("request_id", request_id)
         if request_id not in self._jobs:
             raise KeyError(f"request_id must name a request being served, got {request_id!r}: unknown or ended")
+        now_s = self._moment(now_s)
         job = self._jobs[request_id]
         job.aborted = True
-        in_flight = self._step is not None and any(job is row for row, _ in self._rows)
+        in_flight = self._flight is not None and self._flight.is_of(job)
         if job.resident:
-            if not in_flight:
-                self.cache.free(request_id)
             job.gone = True
             self._residents.leave()
         else:
-            if job.swapped:
-                self.cache.free(request_id)
             self._line.remove(job)
             self._residents.look_again()
-        return self._end(job, "aborted", now_s)
+        outcome = self._end(job, "aborted", now_s)
+        if job.swapped or (job.resident and not in_flight):
+            self._residents.release([request_id])
+        return outcome
 
     def abort_all(self, now_s: float) -> list[Outcome]:
-        """Ends every request where it stands; a step in flight has failed."""
-        if self._step is not None:
-            self.fail(self._step)
-        return [self.abort(request_id, now_s) for request_id in list(self._jobs)]
+        """Ends every request where it stands; a step in flight has failed. Returns what `drain` would as well."""
+        now_s = self._moment(now_s)
+        if self._flight is not None:
+            self._fail(self._flight)
+        ended = [*self.drain(), *(self.abort(request_id, now_s) for request_id in list(self._jobs))]
+        self._residents.release()
+        return ended
 
     @property
     def counters(self) -> Counters:
@@ -244,46 +263,38 @@ class Scheduler:
 
     def start_span(self, now_s: float) -> None:
         """Starts counting for `figures` anew from `now_s` on. The first span starts with the first step."""
-        self._start_s = now_s
+        self._start_s = self._moment(now_s)
         self._counters.reset()
 
     def figures(self, now_s: float) -> ServerFigures:
         """The server's figures from the span's start to `now_s`. Raises ValueError where no time has passed."""
+        now_s = self._moment(now_s)
         start_s = now_s if self._start_s is None else self._start_s
         return ServerFigures(start_s=start_s, end_s=now_s, **asdict(self._counters))
 
-    def _check_in_flight(self, step: Step) -> None:
-        if step is not self._step:
-            expected = "none is" if self._step is None else f"{self._step.number} is"
+    def _flying(self, step: Step) -> Flight:
+        if not isinstance(step, Step):
+            raise TypeError(f"step must be a Step, got {type(step).__name__}")
+        if self._flight is None or step is not self._flight.step:
+            expected = "none is" if self._flight is None else f"{self._flight.step.number} is"
             raise ValueError(f"step must be the one in flight ({expected}), got {step.number}")
+        return self._flight
 
-    def _land(self) -> Rows:
-        rows, self._rows, self._step = self._rows, [], None
-        return rows
+    def _moment(self, now_s: float, at_least: float | None = None) -> float:
+        """The time given. It must not go back, but where nobody is served: a new clock may be used then."""
+        last = self._now_s if self._jobs or self._flight is not None else None
+        self._now_s = moment("now_s", now_s, last if at_least is None else at_least)
+        return self._now_s
 
-    def _answered(self, job: Job) -> None:
-        """The prompt is computed and the first output token there: the waiting may find the prompt now."""
-        self._counters.prompt_tokens += job.prompt_tokens
-        self._residents.look_again()
+    def _fail(self, flight: Flight) -> Exception | None:
+        self._flight = None
+        self._counters.failed_steps += 1
+        error = self._residents.take_back(flight.rows)
+        unfreed = self._residents.release([job.id for job, _ in flight.rows if job.gone])
+        return error or unfreed
 
     def _end(self, job: Job, reason: Reason, now_s: float) -> Outcome:
         del self._jobs[job.id]
         self._line.end(job)
-        if reason == "aborted":
-            self._counters.aborted += 1
-        else:
-            self._counters.finished += 1
+        self._counters.end(reason)
         return job.outcome(reason, now_s)
-
-
-def _tell(heard: list[tuple[Job, int]]) -> None:
-    """Calls the callbacks, all of them, then raises the first error."""
-    error: BaseException | None = None
-    for job, token in heard:
-        try:
-            if job.on_token is not None and not job.aborted:  # by a callback before
-                job.on_token(job.id, token)
-        except BaseException as raised:
-            error = error or raised
-    if error is not None:
-        raise error

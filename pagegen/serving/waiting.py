@@ -53,12 +53,12 @@ class WaitingLine:
         if tenant not in self._waiting:
             self.served[tenant] = max(self.served.get(tenant, 0), self._least_served())
         self._present[tenant] = self._present.get(tenant, 0) + 1
-        self._jobs(job).append(job)
+        self._queue(job).append(job)
         self._count(tenant, 1)
 
     def put_back(self, job: Job) -> None:
         """A preempted request, in front of its tenant's others."""
-        self._jobs(job).appendleft(job)
+        self._queue(job).appendleft(job)
         self._count(job.tenant, 1)
 
     def head(self) -> Job | None:
@@ -77,11 +77,20 @@ class WaitingLine:
             if level != job.level:
                 self._overtaken[level] += 1
         self._overtaken[job.level] = 0
-        self._leave(job)
+        self.remove(job)
 
     def remove(self, job: Job) -> None:
-        """Takes a waiting job out of the line without admitting it."""
-        self._leave(job)
+        """Takes a waiting job out of the line, wherever it stands."""
+        tenants = self._levels[job.level]
+        jobs = tenants[job.tenant]
+        jobs.remove(job)  # in front, but for an abort
+        if not jobs:
+            del tenants[job.tenant]
+        if not tenants:
+            del self._levels[job.level], self._overtaken[job.level]
+        self._count(job.tenant, -1)
+        if not self._size:
+            self._last_tenant = job.tenant
 
     def end(self, job: Job) -> None:
         """Forgets a job that has left the line and the server."""
@@ -96,31 +105,21 @@ class WaitingLine:
         """Counts what was computed for a tenant."""
         self.served[tenant] += cost
 
-    def _jobs(self, job: Job) -> deque[Job]:
+    def _queue(self, job: Job) -> deque[Job]:
+        """The waiting jobs of a job's level and tenant, made if need be."""
         if job.level not in self._levels:
             self._levels[job.level] = {}
             self._overtaken[job.level] = 0
         return self._levels[job.level].setdefault(job.tenant, deque())
 
     def _count(self, tenant: Hashable, change: int) -> None:
+        """Notes that so many more jobs of a tenant wait."""
         self._size += change
         left = self._waiting.get(tenant, 0) + change
         if left:
             self._waiting[tenant] = left
         else:
             del self._waiting[tenant]
-
-    def _leave(self, job: Job) -> None:
-        tenants = self._levels[job.level]
-        jobs = tenants[job.tenant]
-        jobs.remove(job)  # in front, but for an abort
-        if not jobs:
-            del tenants[job.tenant]
-        if not tenants:
-            del self._levels[job.level], self._overtaken[job.level]
-        self._count(job.tenant, -1)
-        if not self._size:
-            self._last_tenant = job.tenant
 
     def _next_level(self) -> int:
         if len(self._levels) == 1:

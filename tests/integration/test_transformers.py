@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import re
 import sys
@@ -358,6 +359,7 @@ def test_a_prompt_that_can_never_fit_is_refused_before_any_step():
             prompts_of(5, 50), max_new_tokens=12, on_token=lambda prompt, token: seen.append((prompt, token))
         )
     assert (refused.value.needed, refused.value.free) == (8, 7)
+    assert str(refused.value).startswith("prompts[1] needs 8 blocks for 50 prompt and up to 12 new tokens")
     assert not seen and generator.store.stats().num_sequences == 0
 
 
@@ -368,6 +370,12 @@ def test_a_prompt_that_can_never_fit_is_refused_before_any_step():
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ([1, 2], {"max_new_tokens": 4}, r"prompts\[0\] must be a sequence of token ids, got 1"),
         ([[1, 2.5]], {"max_new_tokens": 4}, r"prompts\[0\] must be a sequence of token ids, got \[1, 2.5\]"),
+        ([[1], [-1]], {"max_new_tokens": 4}, r"prompts\[1\] must hold token ids in 0..127, got -1"),
+        ([[1], [2, 128]], {"max_new_tokens": 4}, r"prompts\[1\] must hold token ids in 0..127, got 128"),
+        (None, {"max_new_tokens": 4}, "prompts must be a sequence, got NoneType"),
+        ([[1]], {"max_new_tokens": 4, "eos_token_id": "a"}, "eos_token_id must be a token id or several, got str 'a'"),
+        ([[1]], {"max_new_tokens": 4, "eos_token_id": [3.0]}, "eos_token_id must be a token id or several"),
+        ([[1]], {"max_new_tokens": 4, "on_token": "x"}, "on_token must be callable, got str"),
     ],
 )
 def test_bad_prompts_are_refused_by_name(prompts, options, message):
@@ -380,6 +388,39 @@ def test_prompts_may_be_tensors():
     prompts = prompts_of(5, 9)
     as_tensors = generator.generate([torch.tensor(p) for p in prompts], max_new_tokens=3)
     assert as_tensors == generator.generate(prompts, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("operation", ["add", "append_each", "swap_out", "swap_in", "free", "batch"])
+def test_an_error_of_the_store_comes_out_as_it_is_and_the_next_generation_is_right(operation, monkeypatch):
+    generator = enable(build(llama), block_size=2, num_blocks=11).generator(
+        compile=False, preempt="swap", num_host_blocks=11
+    )
+    prompts, store = prompts_of(5, 6, 7), generator.store
+    expected = generator.generate(prompts, max_new_tokens=12)
+
+    def out_of_memory(*arguments, **options):
+        raise torch.OutOfMemoryError("none left")
+
+    def once(first, then):
+        calls = itertools.chain([first], itertools.repeat(then))
+        return lambda *arguments, **options: next(calls)(*arguments, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store, operation, once(out_of_memory, getattr(store, operation)))
+        with pytest.raises(torch.OutOfMemoryError, match="none left"):
+            generator.generate(prompts, max_new_tokens=12)
+    assert store.stats().num_sequences == 0
+    store.check_invariants()
+    assert generator.generate(prompts, max_new_tokens=12) == expected
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, lambda token: torch.tensor([token]), lambda token: (token, 127)])
+def test_the_end_of_sequence_may_be_an_integer_of_any_kind_or_several(kind):
+    generator = enable(build(llama), block_size=8).generator(compile=False)
+    prompts = prompts_of(5)
+    free = generator.generate(prompts, max_new_tokens=8, eos_token_id=())[0]
+    got = generator.generate(prompts, max_new_tokens=8, eos_token_id=kind(free[3]))
+    assert got == [free[: free.index(free[3]) + 1]]
 
 
 def test_no_prompts_give_no_answers():

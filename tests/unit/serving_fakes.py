@@ -99,8 +99,10 @@ class TickingClock:
 
 
 def serve(scheduler, requests, model=None, on_token=None):
-    """Serves `requests` to the end, a second a step; returns the outcomes by id."""
+    """Serves `requests` to the end, a second a step, from when the scheduler stands; returns the outcomes by id."""
     clock = TickingClock()
+    if scheduler.running or scheduler.waiting:
+        clock.wait_until(scheduler._now_s or 0.0)
     model = model or FakeModel(scheduler.cache)
 
     def run(step):

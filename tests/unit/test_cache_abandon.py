@@ -90,18 +90,6 @@ def test_a_copy_that_another_computed_rightly_is_still_found(allocator):
     allocator.check_invariants()
 
 
-def test_a_sequence_that_went_to_the_host_on_top_of_it_computes_again(allocator):
-    computed(allocator, "a", range(8))
-    allocator.add("b", [*range(8), 50])
-    allocator.swap_out("b")
-    allocator.abandon(["a"])
-    assert allocator.computed("b") == 0
-    allocator.swap_in("b")
-    allocator.check_invariants()
-    allocator.mark_computed("b", 9)
-    assert known(allocator, range(9)) == 8
-
-
 def test_a_failed_step_that_had_nothing_to_compute_takes_nothing_back(allocator):
     computed(allocator, "a", range(8))
     allocator.mark_all_computed(["a"])

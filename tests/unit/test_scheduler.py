@@ -47,7 +47,7 @@ def test_decodes_come_first_and_a_prompt_takes_what_is_left():
     for expected in ((1, 1, 6), (1, 1, 6), (1, 1, 6), (1, 1, 2)):
         step = scheduler.schedule(1)
         assert step.query_lens == expected and step.seq_ids == ("a", "b", "long")
-        scheduler.complete(step, model(step), 2)
+        scheduler.complete(step, model(step), 1)
     assert step.samples == (True, True, True)
 
 
@@ -159,7 +159,9 @@ def test_a_callback_that_raises_costs_no_other_request_a_token():
         scheduler.complete(step, model(step), 1)
     ended = scheduler.complete(step := scheduler.schedule(1), model(step), 2)
     assert heard == alone(request("good", new=2))
-    assert [outcome.request.id for outcome in ended] == ["bad", "good"]
+    assert [outcome.request.id for outcome in ended] == ["good"]
+    assert [outcome.request.id for outcome in scheduler.drain()] == ["bad"]
+    assert scheduler.drain() == []
     assert_all_free(scheduler.cache)
 
 
@@ -262,11 +264,11 @@ def test_limits_that_make_no_sense_are_refused_by_name(options, message):
     [
         (([], 1), {}, "prompt must hold at least one token, got none for request 'r'"),
         ((0, 1), {}, "prompt must be at least 1, got 0"),
-        (([-1], 1), {}, "tokens must be in 0"),
+        (([-1], 1), {}, "prompt must be in 0"),
         (([1], 0), {}, "max_new_tokens must be at least 1, got 0"),
         (([1], 1), {"arrival_s": float("nan")}, "arrival_s must be a time in seconds"),
         (([1], 1), {"context": "lora"}, "context must be bytes"),
-        ((["a"], 1), {}, "tokens must be a sequence of integers"),
+        ((["a"], 1), {}, "prompt must be a sequence of integers"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused_by_name(arguments, options, message):
@@ -534,7 +536,7 @@ def test_a_preempted_request_can_be_aborted(preempt):
     for r in TIGHT:
         scheduler.submit(r)
     while not scheduler.counters.preemptions:
-        scheduler.complete(step := scheduler.schedule(0), model(step), 1)
+        scheduler.complete(step := scheduler.schedule(0), model(step), 0)
     assert scheduler.waiting == 1
     outcome = scheduler.abort("c", 9)
     assert outcome.preemptions == 1 and list(outcome.tokens) == alone(TIGHT[2])[: outcome.output_tokens]
@@ -563,6 +565,8 @@ def test_a_callback_may_abort_and_submit_and_an_aborted_request_hears_nothing_mo
 def test_an_unknown_request_cannot_be_aborted():
     with pytest.raises(KeyError, match="request_id must name a request being served, got 'a'"):
         scheduler_of().abort("a", 0.0)
+    with pytest.raises(TypeError, match="request_id must be hashable"):
+        scheduler_of().abort([], 0.0)
 
 
 def test_a_failed_step_is_tried_again_and_its_blocks_are_found_by_nobody():
@@ -621,7 +625,7 @@ def test_abort_all_leaves_an_empty_cache_whatever_was_going_on():
     for r in [*TIGHT, request("d")]:
         scheduler.submit(r)
     while not scheduler.counters.preemptions:
-        scheduler.complete(step := scheduler.schedule(0), model(step), 1)
+        scheduler.complete(step := scheduler.schedule(0), model(step), 0)
     model(scheduler.schedule(5))
     assert {outcome.request.id for outcome in scheduler.abort_all(6)} == set("abcd")
     assert scheduler.waiting == scheduler.running == 0

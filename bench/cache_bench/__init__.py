@@ -1,0 +1,1 @@
+"""What bench/cache.py measures: the cache's bookkeeping, beside vLLM's own, on traces and recorded operations."""

@@ -1,0 +1,53 @@
+"""What a failed step leaves behind, in cases that the state machine meets once in ten thousand operations."""
+
+from __future__ import annotations
+
+from pagegen.cache import BlockAllocator
+
+
+def test_who_lies_on_the_host_with_the_same_tokens_of_its_own_loses_nothing_to_a_failed_step():
+    allocator = BlockAllocator(4, 2, num_host_blocks=4)
+    allocator.add("right", range(5))
+    allocator.mark_computed("right", 5)
+    allocator.swap_out("right")
+    allocator.add("all", range(90, 98))  # evicts what was found of it
+    allocator.free("all")
+    assert allocator.add("failing", range(5)) == 0
+    allocator.mark_computed("failing", 5)
+    allocator.abandon(["failing"])
+    assert (allocator.computed("failing"), allocator.computed("right")) == (0, 5)
+    allocator.free("failing")
+    allocator.swap_in("right")
+    assert allocator.computed("right") == 5
+    allocator.check_invariants()
+
+
+def test_a_failed_step_asks_nobody_to_be_freed_whose_tokens_are_its_own():
+    allocator = BlockAllocator(6, 2, window=2, num_host_blocks=4)
+    allocator.add("right", range(9))
+    for length in (6, 8, 9):
+        allocator.mark_computed("right", length)
+    allocator.swap_out("right")
+    allocator.add("all", range(90, 102))
+    allocator.free("all")
+    allocator.add("failing", range(9))
+    allocator.mark_computed("failing", 9)
+    allocator.abandon(["failing"])
+    assert (allocator.computed("failing"), allocator.computed("right")) == (0, 9)
+
+
+def test_a_block_that_two_share_is_found_again_after_a_failed_step_of_a_third_and_cached_when_both_have_left():
+    allocator = BlockAllocator(12, 2)
+    for seq_id in ("a", "third"):  # side by side, in blocks of their own
+        allocator.add(seq_id, [0] * 4)
+    allocator.mark_computed("a", 4)
+    allocator.fork("a", "b")
+    allocator.mark_computed("third", 4)
+    allocator.abandon(["third"])
+    allocator.append_each(["a", "b"], [1, 2])
+    allocator.mark_all_computed(["a", "b"], [5, 5])
+    for seq_id in ("a", "b", "third"):
+        allocator.free(seq_id)
+    assert allocator.stats().cached_blocks == 2
+    assert allocator.add("later", [0] * 4 + [3]) == 4
+    allocator.check_invariants()

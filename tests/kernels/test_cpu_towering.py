@@ -13,7 +13,7 @@ from pagegen.modifiers import mask_mod
 from pagegen.targets import cpu
 
 LARGEST = {"int8": 127, "int4": 7}
-QUERIES = [torch.bfloat16, torch.float16]  # multiplied in pairs of bf16, and as bytes, where the CPU has both
+QUERIES = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,5 +1,6 @@
-// The products of the stream way over caches of int8 and int4 where the CPU multiplies bytes (AVX512_VNNI): nothing
-// is converted. The other side of a product has 16 bits, as two planes of bytes, and every sum is exact.
+// The products of the stream way over caches of int8 and int4 where the CPU multiplies bytes (AVX512_VNNI) but not pairs
+// of bf16, or queries are float16: nothing is converted. The other side of a product has 16 bits, as two planes of
+// bytes, and every sum is exact.
 //
 //   scores   a row of q times 32512 / max|q|, to the nearest integer, and keys made unsigned by adding 128 (8 for
 //            int4), which adds that times the row's sum

@@ -7,7 +7,7 @@ namespace pagegen {
 namespace {
 
 // float32 throughout: a word is one element, converted when loaded. Where a CPU has products of narrower types and they
-// are wanted (DOT), the specialisations below, or for int8 and int4 bytes.hpp, take over.
+// are wanted (DOT), the specialisations below, or else for int8 and int4 bytes.hpp, take over.
 template <class Q, class KV, bool DOT> struct Math {
   using Word = float;
   using VWord = vf;

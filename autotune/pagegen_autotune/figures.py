@@ -65,7 +65,7 @@ def figures(
             "capacity_requests_per_s": _round(load.capacity_per_s),
             "requests": len(load.trace),
             "rejected_requests": load.rejected,
-            "preemptions": simulation.preemptions,
+            "preemptions": simulation.scheduler.counters.preemptions,
             "simulated_s": _round(simulation.now_s),
             "steps": snapshots.steps,
             "decode_step_share": _round(snapshots.decode_share),

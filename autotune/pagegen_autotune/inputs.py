@@ -13,6 +13,7 @@ from pagegen.modifiers import captured_tensors
 from pagegen.reference import reference_attention
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Workload
 from pagegen.targets.call import AttentionCall, values_in_keys
+from pagegen.targets.huge_pages import huge_memory
 from pagegen_autotune import stored
 
 GIB = 1 << 30
@@ -211,5 +212,9 @@ class Pool:
         drawing up to half a billion would take seconds."""
         size = self.tokens * self.spec.num_kv_heads * stored.columns(self.spec, width)
         piece = stored.stored(self.spec, torch.randn(1 << 20, generator=self._generator))[:size]
-        storage = piece.repeat(-(-size // piece.numel()))[:size]
-        return storage.to(self.on)
+        if self.on != "cpu":
+            return piece.repeat(-(-size // piece.numel()))[:size].to(self.on)
+        storage = huge_memory(size * piece.element_size()).view(piece.dtype)  # as a PagedKVCache's are
+        for part in storage.split(piece.numel()):
+            part.copy_(piece[: len(part)])
+        return storage

@@ -74,9 +74,10 @@ def capacity_per_s(trace: Trace, server: Server, rng: np.random.Generator) -> fl
     draws = rng.integers(0, len(trace), size=_CAPACITY_REQUESTS + 8 * server.max_num_seqs)
     simulation = Simulation(trace.take(draws, None), server)
     for _ in simulation.steps():
-        if not simulation.waiting:
+        if not simulation.scheduler.waiting:
             break
-    done = len(simulation.finished) + sum(s.generated / max(s.output, 1) for s in simulation.running)
+    running = simulation.scheduler.progress()
+    done = simulation.finished + sum(outputs / request.max_new_tokens for request, outputs in running)
     return done / simulation.now_s
 
 

@@ -22,6 +22,7 @@ from pagegen.targets import cpp_build, gpu_driver
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.errors import CompileError
 from pagegen_autotune import inputs
+from pagegen_autotune.guarded import Guarded
 
 # Largest error as a share of the row's largest value. bfloat16 rounds to 2^-9, for the weights as for the result; a
 # kernel that reads one wrong key among the heavy ones is off by more than a tenth.
@@ -63,8 +64,19 @@ class Bench(Protocol):
     def facts(self, layout: CacheLayout, variant: Variant, *, decode: bool) -> CompileFacts | None: ...
 
 
+class CandidateFailed(RuntimeError):
+    """A candidate failed elsewhere: the failure class, and one line on what happened."""
+
+    def __init__(self, status: Status, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+
+
 def classify(error: Exception) -> tuple[Status, str]:
     """The failure class of an exception that a candidate raised, and its first line."""
+    if isinstance(error, CandidateFailed):
+        return error.status, error.detail
     lines = str(error).strip().splitlines()
     detail = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:MAX_DETAIL]
     if isinstance(error, CompileError):
@@ -78,13 +90,17 @@ def classify(error: Exception) -> tuple[Status, str]:
 
 
 def compare(kernel: AttentionKernel, batch: inputs.CheckBatch, dtype: torch.dtype) -> Verdict:
-    """Runs `kernel` on a batch whose answer is known. The output is poisoned: a row left alone shows as NaN."""
+    """Runs `kernel` on a batch whose answer is known. The output is poisoned: a row left alone shows as NaN. It lies
+    between guards, as the log-sum-exp does: a write outside of them shows too."""
     call = batch.call
+    out = Guarded.empty(*call.out.shape, dtype=call.out.dtype, device=call.out.device)
+    sums = Guarded.empty(*call.q.shape[:2], dtype=torch.float32, device=call.q.device)
+    call.out, call.lse = out.inside, sums.inside
     something = torch.isfinite(batch.expected_lse).to(call.out.device)
     # Rows with nothing to attend are zeroed for batches with query_start_loc; the kernel writes them in decode.
     poison = something if call.query_start_loc is not None else torch.ones_like(something)
     call.out.zero_().masked_fill_(poison[..., None], math.nan)
-    call.lse = torch.full(call.q.shape[:2], -math.inf, device=call.q.device).masked_fill_(poison, math.nan)
+    call.lse.fill_(-math.inf).masked_fill_(poison, math.nan)
     kernel(call)
     got, lse = call.out.float().cpu(), call.lse.cpu()
     difference = (got - batch.expected).abs()
@@ -93,6 +109,8 @@ def compare(kernel: AttentionKernel, batch: inputs.CheckBatch, dtype: torch.dtyp
     # -inf - -inf is NaN where both say that there is nothing to attend
     lse_error = _largest((lse - batch.expected_lse).abs().masked_fill(lse == batch.expected_lse, 0.0))
     kind = "decode" if call.query_start_loc is None else "mixed"
+    if not (out.intact and sums.intact):
+        return Verdict(status=Status.WRONG_RESULT, detail=f"{kind} batch: memory outside of the results was written")
     if not math.isfinite(share):
         detail = f"{kind} batch: a result is NaN or Inf, or a row was not written"
         return Verdict(status=Status.WRONG_RESULT, detail=detail)
@@ -138,7 +156,7 @@ class KernelBench:
             self._workload, self._operands = workload, {}
         if layout not in self._operands:
             self._operands[layout] = _Operands(self._pool.calls(layout, workload))
-        kernel = targets.load_attention(self.spec, layout, variant, self.target)
+        kernel = self._kernel(layout, variant)
         clock = _time_gpu if self._on == "cuda" else _time_cpu
         return self._operands[layout].sample(kernel, variant, clock)
 
@@ -149,9 +167,12 @@ class KernelBench:
         code_hash = targets.code_hash(self.target)
         return known.compile_facts(self.spec, layout, variant, self.target, decode=decode, code_hash=code_hash)
 
+    def _kernel(self, layout: CacheLayout, variant: Variant) -> AttentionKernel:
+        return targets.load_attention(self.spec, layout, variant, self.target)
+
     def _load(self, layout: CacheLayout, variant: Variant) -> AttentionKernel | Verdict:
         try:
-            return targets.load_attention(self.spec, layout, variant, self.target)
+            return self._kernel(layout, variant)
         except Exception as error:  # a candidate may fail in any way: its failure is its result
             status, detail = classify(error)
             return Verdict(status=status, detail=detail)

@@ -101,7 +101,7 @@ def distil(
         for step in simulation.steps():
             yield step
             if on_finished:
-                on_finished(len(simulation.finished), len(load.trace))
+                on_finished(simulation.finished, len(load.trace))
 
     snapshots = draw(watched(), capacity=SNAPSHOTS, seed=seed)
     chosen = represent(snapshots, batches)

@@ -1,23 +1,25 @@
 """Continuous batching, simulated: which sequences, at which lengths, share the steps of a server under a trace.
 
-One step, as serving engines schedule it: every running sequence past its prompt decodes one token; what is left of the
-token budget goes to prompts being prefilled, oldest first (chunked prefill), and then to waiting requests, admitted
-first come first served while a slot, budget and memory for the whole prompt are free. A decode that finds no free
-block takes the most recently admitted sequence's: that one goes back to the head of the queue and recomputes its
-prompt and outputs later. The last output token is never fed back, so a request leaves with prompt + output - 1
-tokens in the cache. Prefixes are not shared.
+The policy is that of `pagegen.serving.Scheduler`, which drives real models too; here are the clock, which a step's
+sizes set forward, and the way past long stretches of equal steps. All requests have one priority and one tenant: first
+come, first served. The last output token is never fed back, so a request leaves with prompt + output - 1 tokens in the
+cache. Prefixes are not shared unless asked for.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from pagegen import serving
+from pagegen.cache import BlockAllocator
+from pagegen.serving import CountingCache, NeverFits, Outcome, Request, Scheduler
 from pagegen.spec import Workload, check
+from pagegen_autotune.prompts import prompt_of
 from pagegen_autotune.trace import Trace
 
 BLOCK_TOKENS = 16
@@ -83,137 +85,83 @@ class Step:
         return Workload(context_lens=tuple(n + offset for n in self.context_lens), query_lens=self.query_lens)
 
 
-@dataclass(slots=True)
-class Sequence:
-    """One admitted request: tokens computed (in the cache) and outputs generated so far."""
-
-    request: int
-    prompt: int
-    output: int
-    computed: int = 0
-    generated: int = 0
-    blocks: int = 0
-
-    @property
-    def pending(self) -> int:
-        """Tokens to compute before the next output: 1 while decoding."""
-        return self.prompt + self.generated - self.computed
-
-    @property
-    def left(self) -> int:
-        """Outputs still to come; a request for none ends when its prompt is computed, as one for 1 does."""
-        return max(self.output, 1) - self.generated
-
-
 class Simulation:
-    """One run of a server over a trace. `steps` yields what it computes; the attributes hold the state between."""
+    """One run of a server over a trace. `steps` yields what it computes; the attributes hold the state between.
 
-    def __init__(self, trace: Trace, server: Server) -> None:
-        n = len(trace)
+    With `prefix_block_tokens` prompts share what the trace's `prefix_runs` say, an id standing for so many tokens;
+    else nothing is shared. `on_end` is told of each request that ends; its id is its index in the trace.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        server: Server,
+        *,
+        prefix_block_tokens: int | None = None,
+        on_end: Callable[[Outcome], object] | None = None,
+    ) -> None:
+        if prefix_block_tokens is not None and trace.prefix_runs is None:
+            raise ValueError("prefix_block_tokens needs a trace read with keep_prefixes=True, got one without prefixes")
         self.server = server
         self.now_s = 0.0
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
-        self.finished: list[Sequence] = []
+        self.finished = 0
         self.rejected: list[int] = []  # requests that no amount of waiting would fit into the memory
-        self.free_blocks = server.num_blocks
-        self.preemptions = 0
-        self.recomputed_tokens = 0
-        self._arrivals = [0.0] * n if trace.arrival_s is None else trace.arrival_s.tolist()
-        self._prompts: list[int] = trace.prompt_tokens.tolist()
-        self._outputs: list[int] = trace.output_tokens.tolist()
-        self._next = 0
+        self._allocator = None if prefix_block_tokens is None else BlockAllocator(server.num_blocks, BLOCK_TOKENS)
+        self.cache = self._allocator or CountingCache(server.num_blocks, BLOCK_TOKENS)
+        self.scheduler = Scheduler(
+            self.cache, max_num_seqs=server.max_num_seqs, max_batch_tokens=server.max_batch_tokens
+        )
+        self._requests = _requests(trace, prefix_block_tokens)
+        self._coming = next(self._requests, None)
+        self._on_end = on_end
 
     def steps(self) -> Iterator[Step]:
         """Runs until every request is finished or rejected. Work grows with requests, chunks and preemptions, not
         with output lengths: steps that differ by nothing but one more token each come as one `Step`."""
         while True:
             self._arrive()
-            if self.running or self.waiting:
-                yield self._step()
-            elif self._next < len(self._arrivals):
-                self.now_s = self._arrivals[self._next]
+            step = self.scheduler.schedule(self.now_s)
+            if step is not None:
+                yield self._compute(step)
+            elif self._coming is not None:
+                self.now_s = self._coming.arrival_s
             else:
                 return
 
     def _arrive(self) -> None:
-        while self._next < len(self._arrivals) and self._arrivals[self._next] <= self.now_s:
-            sequence = Sequence(self._next, self._prompts[self._next], self._outputs[self._next])
-            if cache_tokens(sequence.prompt, sequence.output) > self.server.num_blocks * BLOCK_TOKENS:
-                self.rejected.append(self._next)
-            else:
-                self.waiting.append(sequence)
-            self._next += 1
+        while self._coming is not None and self._coming.arrival_s <= self.now_s:
+            try:
+                self.scheduler.submit(self._coming)
+            except NeverFits as refused:
+                self.rejected.append(cast(int, refused.request_id))
+            self._coming = next(self._requests, None)
 
-    def _step(self) -> Step:
-        self._grow()
-        batch = self._schedule()
-        queries = tuple(query for _, query in batch)
-        for sequence, query in batch:
-            sequence.computed += query
-        contexts = tuple(sequence.computed for sequence, _ in batch)
-        prefill = sum(query for query in queries if query > 1)
-        first_s = self.server.step_s(prefill_tokens=prefill, context_tokens=sum(contexts), num_seqs=len(batch))
-        decoding = prefill == 0 and all(sequence.pending == 0 for sequence, _ in batch)
-        count = self._repeats(first_s) if decoding else 1
-        self.now_s = self._clock(first_s, len(batch), count)
-        for sequence, _ in batch:
-            self._advance(sequence, count)
-        self.running = [sequence for sequence in self.running if sequence.left > 0]
-        return Step(contexts, queries, count)
+    def _compute(self, step: serving.Step) -> Step:
+        first_s = self.server.step_s(
+            prefill_tokens=sum(query for query in step.query_lens if query > 1),
+            context_tokens=sum(step.context_lens),
+            num_seqs=len(step.seq_ids),
+        )
+        count = self._repeats(step, first_s)
+        if count > 1:
+            self.scheduler.repeat(step, count, self.now_s + first_s)
+        if self._allocator is not None:
+            self._allocator.mark_all_computed(step.seq_ids, [length + count - 1 for length in step.context_lens])
+        self.now_s = self._clock(first_s, len(step.seq_ids), count)
+        for outcome in self.scheduler.complete(step, None, self.now_s):
+            self.finished += 1
+            if self._on_end is not None:
+                self._on_end(outcome)
+        return Step(step.context_lens, step.query_lens, count)
 
-    def _grow(self) -> None:
-        """A block for each sequence whose blocks are full, taken from the last admitted where none is free."""
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            if sequence.computed == sequence.blocks * BLOCK_TOKENS:
-                if self.free_blocks == 0:
-                    self._preempt()
-                    continue
-                sequence.blocks += 1
-                self.free_blocks -= 1
-            index += 1
-
-    def _preempt(self) -> None:
-        """Sends the last admitted back to the head of the queue. It is not admitted again before another ends: it
-        needs all the blocks that it gave back, and at least one of them is taken at once or was short by one."""
-        victim = self.running.pop()
-        self.preemptions += 1
-        self.recomputed_tokens += victim.computed
-        self.free_blocks += victim.blocks
-        victim.computed = victim.blocks = 0
-        self.waiting.appendleft(victim)
-
-    def _schedule(self) -> list[tuple[Sequence, int]]:
-        """This step's sequences and how many tokens of each are computed, decodes first."""
-        batch = [(sequence, 1) for sequence in self.running if sequence.pending == 1]
-        budget = self.server.max_batch_tokens - len(batch)
-        for sequence in self.running:
-            if sequence.pending > 1 and budget > 0:
-                batch.append((sequence, min(sequence.pending, budget)))
-                budget -= batch[-1][1]
-        while self.waiting and budget > 0 and len(self.running) < self.server.max_num_seqs:
-            needed = _blocks(self.waiting[0].pending)
-            if needed > self.free_blocks:
-                break
-            sequence = self.waiting.popleft()
-            sequence.blocks = needed
-            self.free_blocks -= needed
-            self.running.append(sequence)
-            batch.append((sequence, min(sequence.pending, budget)))
-            budget -= batch[-1][1]
-        return batch
-
-    def _repeats(self, first_s: float) -> int:
+    def _repeats(self, step: serving.Step, first_s: float) -> int:
         """How many steps like this one follow each other: until one ends, a block may be wanting or a free slot is
-        asked for. Called after the first step's tokens were computed."""
-        n = len(self.running)
-        # each sequence has room for this step's token, and for 16 more a block it could still get
-        steps = min(min(s.left for s in self.running), 1 + BLOCK_TOKENS * (self.free_blocks // n))
-        if self.waiting or n == self.server.max_num_seqs or self._next == len(self._arrivals):
+        asked for."""
+        steps, n = self.scheduler.steady_steps(step), len(step.seq_ids)
+        # who stands behind others, or before a full server, changes nothing
+        if steps == 1 or self._coming is None or self.scheduler.waiting or n == self.server.max_num_seqs:
             return steps
-        arrival = self._arrivals[self._next]
+        arrival = self._coming.arrival_s
         return min(steps, 1 + bisect_left(range(1, steps + 1), arrival, key=lambda k: self._clock(first_s, n, k)))
 
     def _clock(self, first_s: float, num_seqs: int, count: int) -> float:
@@ -221,26 +169,18 @@ class Simulation:
         growth_s = self.server.context_token_s * num_seqs
         return self.now_s + count * first_s + growth_s * (count * (count - 1) // 2)
 
-    def _advance(self, sequence: Sequence, count: int) -> None:
-        """Outputs of `count` steps, the first of which has been computed."""
-        if sequence.pending:
-            return
-        sequence.generated += count
-        sequence.computed += count - 1
-        grown = _blocks(sequence.computed) - sequence.blocks
-        if grown > 0:
-            sequence.blocks += grown
-            self.free_blocks -= grown
-        if sequence.left == 0:
-            self.free_blocks += sequence.blocks
-            sequence.blocks = 0
-            self.finished.append(sequence)
+
+def _requests(trace: Trace, prefix_block_tokens: int | None) -> Iterator[Request]:
+    """The trace's requests; one for no output ends with its prompt, as one for 1 does."""
+    arrivals = [0.0] * len(trace) if trace.arrival_s is None else trace.arrival_s.tolist()
+    sizes = zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    for index, (prompt, output) in enumerate(sizes):
+        tokens: int | array[int] = prompt
+        if prefix_block_tokens is not None and trace.prefix_runs is not None:
+            tokens = prompt_of(trace.prefix_runs[index], index, prompt, prefix_block_tokens)
+        yield Request(index, tokens, max(output, 1), arrival_s=arrivals[index])
 
 
 def cache_tokens(prompt: Any, output: Any) -> Any:
     """Tokens in the cache when a request ends, its most; of one request, or of arrays of them."""
     return prompt + output - (output > 0)
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)

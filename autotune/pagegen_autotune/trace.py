@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagegen_autotune.reuse import PrefixReuse
-from pagegen_autotune.trace_rows import HEADER, MAX_LINE_BYTES, BadRow, Row, csv_parser, jsonl_row
+from pagegen_autotune.trace_rows import HEADER, MAX_LINE_BYTES, BadRow, Row, Runs, csv_parser, jsonl_row
 
 EXAMPLES_KEPT = 5
 _BOM = b"\xef\xbb\xbf"
@@ -41,14 +41,16 @@ class Trace:
 
     `arrival_s` float64 [n], not negative and not decreasing, or None where the source has no times; `prompt_tokens`
     int64 [n], at least 1; `output_tokens` int64 [n], at least 0. `reuse_share` is the share of prompt tokens that an
-    unlimited prefix cache would have served, in the file's order, None without `prefix_hash_ids`. `bad_rows` counts
-    the rows left out and `bad_examples` says what was wrong with the first few.
+    unlimited prefix cache would have served, in the file's order, None without `prefix_hash_ids`. `prefix_runs` are the
+    inclusive runs of those ids, one tuple a request, None unless asked for. `bad_rows` counts the rows left out and
+    `bad_examples` says what was wrong with the first few.
     """
 
     arrival_s: npt.NDArray[np.float64] | None
     prompt_tokens: npt.NDArray[np.int64]
     output_tokens: npt.NDArray[np.int64]
     reuse_share: float | None = None
+    prefix_runs: tuple[Runs, ...] | None = None
     bad_rows: int = 0
     bad_examples: tuple[str, ...] = ()
 
@@ -58,6 +60,8 @@ class Trace:
             raise ValueError("prompt_tokens must hold at least one request, got none")
         if len(self.output_tokens) != n or (self.arrival_s is not None and len(self.arrival_s) != n):
             raise ValueError(f"output_tokens and arrival_s must have one entry a request ({n})")
+        if self.prefix_runs is not None and len(self.prefix_runs) != n:
+            raise ValueError(f"prefix_runs must have one entry a request ({n}), got {len(self.prefix_runs)}")
         if self.prompt_tokens.min() < 1 or self.output_tokens.min() < 0:
             raise ValueError("prompt_tokens must be at least 1 and output_tokens at least 0 for every request")
         if self.arrival_s is not None and not np.all(np.diff(self.arrival_s, prepend=0.0) >= 0):
@@ -74,18 +78,26 @@ class Trace:
     def take(self, requests: npt.NDArray[Any], arrival_s: npt.NDArray[np.float64] | None) -> Trace:
         """The requests of these indices, arriving at these times."""
         prompts, outputs = self.prompt_tokens[requests], self.output_tokens[requests]
-        return Trace(arrival_s=arrival_s, prompt_tokens=prompts, output_tokens=outputs)
+        runs = None if self.prefix_runs is None else tuple([self.prefix_runs[i] for i in requests.tolist()])
+        return Trace(arrival_s=arrival_s, prompt_tokens=prompts, output_tokens=outputs, prefix_runs=runs)
 
 
-def read_trace(path: str | Path, *, skip_bad: bool = False, on_bytes: Callable[[int], object] | None = None) -> Trace:
+def read_trace(
+    path: str | Path,
+    *,
+    skip_bad: bool = False,
+    keep_prefixes: bool = False,
+    on_bytes: Callable[[int], object] | None = None,
+) -> Trace:
     """The trace in a CSV or JSONL file (told by `.csv`, `.jsonl` or `.ndjson`, else by the first character).
 
     Raises OSError where the file cannot be read and TraceError naming the first malformed line; with `skip_bad`
     malformed rows are left out and counted, but a wrong header or a file with no good row still raises.
-    `on_bytes` is told the length of every line read.
+    `keep_prefixes` keeps each request's `prefix_hash_ids`, at 100 bytes and more a request; `on_bytes` is told the
+    length of every line read.
     """
     path = Path(path)
-    rows = _Rows()
+    rows = _Rows(runs=[] if keep_prefixes else None)
     with path.open("rb") as file:
         lines = _lines(file, on_bytes)
         first = next(lines, None)
@@ -147,6 +159,7 @@ class _Rows:
     prompts: array[int] = field(default_factory=lambda: array("i"))
     outputs: array[int] = field(default_factory=lambda: array("i"))
     reuse: PrefixReuse = field(default_factory=PrefixReuse)
+    runs: list[Runs] | None = None
     bad: int = 0
     examples: list[str] = field(default_factory=list)
 
@@ -160,6 +173,8 @@ class _Rows:
         self.prompts.append(row.prompt_tokens)
         self.outputs.append(row.output_tokens)
         self.reuse.see(row.runs, row.prompt_tokens)
+        if self.runs is not None:
+            self.runs.append(row.runs)
 
     def reject(self, reason: str) -> None:
         self.bad += 1
@@ -169,14 +184,17 @@ class _Rows:
     def trace(self) -> Trace:
         arrivals = np.array(self.arrivals, dtype=np.float64)
         prompts, outputs = np.array(self.prompts, dtype=np.int64), np.array(self.outputs, dtype=np.int64)
+        runs = self.runs
         if len(arrivals):
             order = np.argsort(arrivals, kind="stable")
             arrivals, prompts, outputs = arrivals[order], prompts[order], outputs[order]
+            runs = None if runs is None else [runs[i] for i in order.tolist()]
         return Trace(
             arrival_s=arrivals if len(arrivals) else None,
             prompt_tokens=prompts,
             output_tokens=outputs,
             reuse_share=self.reuse.share,
+            prefix_runs=None if runs is None else tuple(runs),
             bad_rows=self.bad,
             bad_examples=tuple(self.examples),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profi
 from pagegen.spec.layout import USUAL_BLOCK_SIZES
 from pagegen_autotune import known
 from pagegen_autotune.interrupt import StopSignal
+from pagegen_autotune.isolated import IsolatedBench
 from pagegen_autotune.ledger import Ledger, Store
 from pagegen_autotune.measure import Bench, KernelBench
 from pagegen_autotune.portfolio import Decision, decide, dispatch_rule
@@ -46,10 +47,11 @@ def tune(
 ) -> Report:
     """Finds the variants that serve `spec` best on the batches of `profile`, for each block size and memory order.
 
-    On a target that is here (`cpu`, or this machine's GPU) candidates are checked, then timed; every trial goes to
-    `db` (a Database, path or URL; default: the default database), and trials that are there already are not run
-    again. For a GPU that is not here the cost model ranks and the compiler verifies. Either way the dispatch rule of
-    each layout is left in `db`. `budget_s` bounds the seconds; the default variants are measured whatever it is.
+    On a target that is here (`cpu`, or this machine's GPU) candidates are checked, then timed, in a process of their
+    own (see `pagegen_autotune.isolated`); every trial goes to `db` (a Database, path or URL; default: the default
+    database), and trials that are there already are not run again. For a GPU that is not here the cost model ranks and
+    the compiler verifies. Either way the dispatch rule of each layout is left in `db`. `budget_s` bounds the seconds;
+    the default variants are measured whatever it is.
     Ctrl-C and SIGTERM end the run early: the report then says `interrupted`, and the next run goes on from there.
     `bench` and `clock` replace what compiles, checks and times, and what tells the time. `only` names the layouts and
     for each class of batches ("decode", "mixed" or "all") the variants to measure in place of a search.
@@ -69,11 +71,21 @@ def tune(
         job = _Job(spec, profile, device, store, layouts, strategy, only)
         store.save_profile(profile)
         if here:
-            used = bench or KernelBench(spec, where, device, profile, seed=seed)
+            used = bench or stack.enter_context(_bench(spec, where, device, profile, seed))
             facts = _measured(job, used, clock, budget_s, stop, progress, seed)
         else:
             facts = _predicted(job, clock, budget_s, stop)
         return Report(profile=profile.name, device=device, seconds=clock() - start, **facts)
+
+
+def _bench(
+    spec: AttentionSpec, target: Target, device: Device, profile: Profile, seed: int
+) -> AbstractContextManager[Bench]:
+    """The bench of a device that is here, in a process of its own. Score and mask functions are known to this process
+    alone: kernels with one run in it."""
+    if spec.score_mod is not None or spec.mask_mod is not None:
+        return nullcontext(KernelBench(spec, target, device, profile, seed=seed))
+    return IsolatedBench(spec, target, device, profile, seed=seed)
 
 
 def is_present(target: Target) -> bool:

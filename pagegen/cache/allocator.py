@@ -1,4 +1,4 @@
-"""`BlockAllocator`: the cache's bookkeeping, with the standard library alone.
+"""`BlockAllocator`: the cache's bookkeeping, without torch.
 
 Every operation checks first and changes afterwards, so one that raises has changed nothing. Nothing here is
 thread-safe: one scheduler owns the cache, and what it looked up is checked again by the call that takes it.
@@ -6,28 +6,18 @@ thread-safe: one scheduler owns the cache, and what it looked up is checked agai
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
-from pagegen.cache import invariants, stats
-from pagegen.cache.pool import BlockPool
-from pagegen.cache.prefix import Node
-from pagegen.cache.sequence import TOKEN_BYTES, SequenceState, integer, pack_tokens
+import numpy as np
 
-BlockPairs = list[tuple[int, int]]
-Work = list[tuple[SequenceState, int]]  # a sequence, and the length up to which it is about to be computed
+from pagegen.cache import admission, growth, invariants, stats, steps, swap, window
+from pagegen.cache.growth import BlockPairs
+from pagegen.cache.pool import BlockPool, OutOfBlocks
+from pagegen.cache.sequence import Ints, SequenceState, integer, token_array
+from pagegen.cache.table import SequenceTable
+from pagegen.cache.view import SequenceView
 
-
-class OutOfBlocks(RuntimeError):
-    """An operation needs `needed` more blocks, but only `free` can be had. Nothing was changed."""
-
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(needed, free)
-        self.needed = needed
-        self.free = free
-
-    def __str__(self) -> str:
-        return f"{self.needed} blocks are needed but {self.free} are free: free a sequence, or admit fewer"
+__all__ = ["BlockAllocator", "BlockPairs", "OutOfBlocks"]
 
 
 class BlockAllocator:
@@ -35,39 +25,54 @@ class BlockAllocator:
 
     A sequence is named by any hashable id. Full blocks whose tokens are computed are found by later sequences with
     the same tokens and context (`prefix_caching`), after `free` too, until evicted. `watermark` blocks are kept back
-    from `add`, for the growth of the sequences that already run.
+    from `add` and `swap_in`, for the growth of the sequences that already run. With a `window` of W tokens a query sees
+    itself and the W-1 tokens before, and blocks that no query sees any more are given back. `num_host_blocks` blocks
+    of host memory take sequences that are swapped out.
 
     Errors, all before any change: OutOfBlocks; KeyError for an unknown or freed id; ValueError for an id that exists
-    already and for values out of range; TypeError.
+    already or is swapped out, and for values out of range; TypeError.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True, *, watermark: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        *,
+        watermark: int = 0,
+        window: int | None = None,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.num_blocks = integer("num_blocks", num_blocks, 1, 2**31 - 1)  # ids are int32 in a block table
         self.block_size = integer("block_size", block_size, 1)
         self.watermark = integer("watermark", watermark, 0, num_blocks)
+        self.window = None if window is None else integer("window", window, 1)
+        self.num_host_blocks = integer("num_host_blocks", num_host_blocks, 0, 2**31 - 1)
         if not isinstance(prefix_caching, bool):
             raise TypeError(f"prefix_caching must be True or False, got {prefix_caching!r}")
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, block_size, num_host_blocks)
+        self.table = SequenceTable(block_size)
         self.sequences: dict[Hashable, SequenceState] = {}
         self._queried_tokens = 0
         self._hit_tokens = 0
+        self._asked: tuple[list[Hashable], Ints] | None = None
 
-    def add(self, seq_id: Hashable, tokens: Iterable[int], *, context: bytes = b"") -> int:
+    def add(
+        self, seq_id: Hashable, tokens: Iterable[int], *, context: bytes = b"", most_cached: int | None = None
+    ) -> int:
         """Admits a sequence and returns how many of its leading tokens are cached already: whole blocks, and never
         the last token, which is left to compute. Only sequences of equal `context` (adapter and its version, image
-        content, tenant: whatever changes keys and values besides the tokens) share blocks."""
-        self._new_id("seq_id", seq_id)
-        packed = pack_tokens(tokens)[:]
-        hits, fresh, free = self._admission(packed, context, len(packed))
-        if fresh > free:
-            raise OutOfBlocks(fresh, free)
-        blocks = array("i", [node.blocks[0] for node in hits])
-        for block in blocks:
-            self.pool.acquire(block)
-        blocks.extend(self.pool.take(fresh))
-        cached = len(hits) * self.block_size
-        self.sequences[seq_id] = SequenceState(packed, context, blocks, computed=cached, indexed=len(hits))
+        content, tenant: whatever changes keys and values besides the tokens) share blocks. With a window, what the
+        next query sees of the cached tokens is enough. `most_cached` tokens are taken as cached at most: 0 computes all
+        of them again, as the log-probabilities of a prompt need."""
+        self.check_new("seq_id", seq_id)
+        packed = token_array(tokens)
+        if most_cached is not None:
+            integer("most_cached", most_cached, 0)
+        found = admission.plan(self, admission.known_chain(self, packed, context, most_cached), len(packed))
+        self.pool.require(found.fresh, found.free)
+        cached = admission.admit(self, seq_id, packed, context, found)
         self._queried_tokens += len(packed)
         self._hit_tokens += cached
         return cached
@@ -79,180 +84,205 @@ class BlockAllocator:
         `tokens` too, blocks found by prefix count as had; without them, none is assumed."""
         integer("num_tokens", num_tokens, 0)
         integer("lookahead", lookahead, 0)
-        packed = pack_tokens(() if tokens is None else tokens)
+        packed = token_array(() if tokens is None else tokens)
         if tokens is not None and len(packed) != num_tokens:
             raise ValueError(f"tokens must be num_tokens = {num_tokens} tokens, got {len(packed)}")
-        _, fresh, free = self._admission(packed, context, num_tokens + lookahead)
-        return fresh <= free
+        found = admission.plan(self, admission.known_chain(self, packed, context), num_tokens + lookahead)
+        return found.fresh <= found.free
 
     def append(self, seq_id: Hashable, tokens: Iterable[int]) -> BlockPairs:
         """Makes room for `tokens` at the end. Where they would be written into a block that others refer to, the
         sequence gets a copy: the (source, target) pairs returned must be copied before anything is written."""
-        sequence = self.sequence(seq_id)
-        packed = pack_tokens(tokens)
-        if not packed:
-            return []
-        length, blocks, pool = len(sequence.tokens), sequence.blocks, self.pool
-        grown = self._blocks_for(length + len(packed)) - len(blocks)
-        partial = length % self.block_size > 0
-        copied = partial and pool.refs[blocks[-1]] > 1
-        self._require(grown + copied)
-        pairs = []
-        if copied:
-            pairs.append(self._copy(sequence, len(blocks) - 1))
-        elif partial:
-            pool.make_writable(blocks[-1])
-        if grown:
-            blocks.extend(pool.take(grown))
-        sequence.tokens.extend(packed)
-        return pairs
+        return growth.append(self, self.resident(seq_id).row, token_array(tokens))
+
+    def append_each(self, seq_ids: Iterable[Hashable], tokens: Iterable[int]) -> BlockPairs:
+        """`append` of one token to each of many sequences, tokens[i] to seq_ids[i]: all or, on OutOfBlocks, none."""
+        rows, packed = self.rows(seq_ids), token_array(tokens)
+        if len(packed) != len(rows):
+            raise ValueError(f"tokens must be one a sequence ({len(rows)}), got {len(packed)}")
+        return growth.append_each(self, rows, packed)
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Starts `child` as a copy of `parent` that shares every block of it. Fork after the parent was computed:
         what it has not computed yet, each of the two will compute for itself, in blocks of its own."""
-        source = self.sequence(parent)
-        self._new_id("child", child)
-        for block in source.blocks:
-            self.pool.acquire(block)
-        self.sequences[child] = SequenceState(
-            source.tokens[:], source.context, source.blocks[:], source.computed, source.indexed
-        )
+        source = self.resident(parent)
+        self.check_new("child", child)
+        held = self.table.held(source.row)
+        self.pool.acquire(held)
+        state = SequenceState(child, source.context, node=source.node)
+        if state.node is not None:
+            state.node.users += 1
+        self.table.copy_row(source.row, self.table.claim(state))
+        self.table.sharing.update((source.row, state.row))
+        self.sequences[child] = state
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
-        """Takes back all tokens from `length` on. Others that share the blocks keep them."""
-        sequence = self.sequence(seq_id)
-        integer("length", length, 0, len(sequence.tokens))
-        kept = self._blocks_for(length)
-        self.pool.release(reversed(sequence.blocks[kept:]))
-        del sequence.blocks[kept:]
-        del sequence.tokens[length:]
-        sequence.computed = min(sequence.computed, length)
-        sequence.indexed = min(sequence.indexed, length // self.block_size)
+        """Takes back all tokens from `length` on. Others that share the blocks keep them. With a window, ValueError
+        for a length from which the next query would see blocks already given back, other than 0: what the step last
+        announced computes can always be taken back."""
+        row, table = self.check_truncate(seq_id, length), self.table
+        before, released = table.lengths.item(row), table.released.item(row)
+        held, kept = table.blocks_for(before), table.blocks_for(length)
+        growth.forget_tokens(self, row, max(length, released * self.block_size), before)
+        if kept < held:
+            self.pool.release(table.blocks[row, max(kept, released) : held][::-1])
+            table.blocks[row, kept:held] = 0
+        table.reshape(row)
+        table.sharing.add(row)
+        steps.step_back(self, row, length)
+        table.lengths[row] = length
+        table.released[row] = min(released, kept)
+
+    def check_truncate(self, seq_id: Hashable, length: int) -> int:
+        """The row of a sequence that can be truncated to `length`; raises what `truncate` does."""
+        row = self.resident(seq_id).row
+        integer("length", length, 0, self.table.lengths.item(row))
+        window.check_truncate(self, row, length)
+        return row
 
     def free(self, seq_id: Hashable) -> None:
         """Ends a sequence. Its blocks go back unless others refer to them; full computed ones stay findable until
         evicted, the least recently used and, within a sequence, the last one first."""
-        sequence = self.sequence(seq_id)
+        state = self.state(seq_id)
         del self.sequences[seq_id]
-        self.pool.release(reversed(sequence.blocks))
+        if state.host is None:
+            self.pool.release(self.table.held(state.row)[::-1])
+        else:
+            self.pool.host_free.extend(reversed(state.host))
+        steps.stand_on(self, state, None)
+        self.table.give_back(state.row)
+        self._asked = None
 
     def mark_computed(self, seq_id: Hashable, length: int) -> BlockPairs:
         """Says that the tokens before `length` are about to be computed and written (call it before block ids are
         read for the step): full blocks among them can be found by others from now on. Returns the (source, target)
         pairs to copy first, as `append` does: there are some only after a fork of uncomputed tokens. A `length`
         already computed changes nothing."""
-        sequence = self.sequence(seq_id)
-        return self.mark_all_computed([sequence], [integer("length", length, 0, len(sequence.tokens))])
+        row = self.resident(seq_id).row
+        return steps.announce_one(self, row, integer("length", length, 0, self.table.lengths.item(row)))
 
-    def mark_all_computed(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> BlockPairs:
-        """`mark_computed` for one step's sequences at once: either all or, on OutOfBlocks, none."""
-        work = [pair for pair in zip(sequences, lengths, strict=True) if pair[1] > pair[0].computed]
-        pairs = self._own(self._writing_unowned(work))
-        block_size, prefix_caching = self.block_size, self.prefix_caching
-        for sequence, length in work:
-            sequence.computed = length
-            if prefix_caching and length // block_size > sequence.indexed:
-                self._name_blocks(sequence)
+    def mark_all_computed(self, seq_ids: Iterable[Hashable], lengths: Sequence[int] | None = None) -> BlockPairs:
+        """`mark_computed` for one step's sequences at once, up to `lengths` or their ends: either all or, on
+        OutOfBlocks, none."""
+        rows = self.rows(seq_ids)
+        return self.announce(rows, steps.ends_of(self, rows, lengths))
+
+    def announce(self, rows: Ints, ends: Ints) -> BlockPairs:
+        """`mark_all_computed` by table row, of lengths known to be right."""
+        return steps.announce(self, rows, ends)
+
+    def abandon(self, seq_ids: Iterable[Hashable]) -> None:
+        """Says that the last step announced for `seq_ids` failed before it wrote anything: what it was to compute
+        counts as not computed again, and cannot be found any more. Nor is it computed for whoever has found those
+        blocks since or forked from there, and what they computed on top of them is forgotten too: they compute it
+        again. Call it before any of those is freed or swapped out (what is copied to the host counts as written). A
+        step that succeeded may be abandoned as well, and costs its time again.
+
+        Raises ValueError, naming the sequences to free first, where a window gave back what they would see again."""
+        self.take_back({seq_id: self.table.announced.item(self.resident(seq_id).row) for seq_id in seq_ids})
+
+    def take_back(self, lengths: dict[Hashable, int]) -> None:
+        """`abandon`, of what was to be computed behind `lengths`."""
+        steps.take_back(self, steps.plan_abandon(self, lengths))
+
+    def swap_out(self, seq_id: Hashable) -> BlockPairs:
+        """Moves a sequence to host blocks, and gives back its blocks; what others refer to stays theirs. Returns the
+        (device block, host block) pairs to copy to the host before anything else is written. Until `swap_in` every
+        operation on it but `free`, `length` and `computed` raises ValueError. OutOfBlocks says which pool lacks room.
+        """
+        pairs = swap.swap_out(self, self.resident(seq_id))
+        self._asked = None
         return pairs
 
+    def swap_in(self, seq_id: Hashable) -> BlockPairs:
+        """Brings a sequence back: blocks that can still be found are shared again, and the (device block, host block)
+        pairs of the others are returned, to copy to the device before the sequence is used. It is as it was."""
+        pairs = swap.swap_in(self, self.swapped(seq_id))
+        self._asked = None
+        return pairs
+
+    def can_swap_in(self, seq_id: Hashable, *, lookahead: int = 0) -> bool:
+        """Whether `swap_in` would succeed now, with room for `lookahead` tokens more."""
+        try:
+            swap.check_in(self, self.swapped(seq_id), integer("lookahead", lookahead, 0))
+        except OutOfBlocks:
+            return False
+        return True
+
+    def is_swapped(self, seq_id: Hashable) -> bool:
+        """Whether a sequence is swapped out."""
+        return self.state(seq_id).host is not None
+
     def block_ids(self, seq_id: Hashable) -> list[int]:
-        """The blocks of a sequence, in order: ceil(length / block_size) of them."""
-        return self.sequence(seq_id).blocks.tolist()
+        """The blocks of a sequence, in order: ceil(length / block_size) of them, 0 for each that the window gave
+        back."""
+        row = self.resident(seq_id).row
+        blocks: list[int] = self.table.blocks[row, : self.table.blocks_for(self.table.lengths.item(row))].tolist()
+        return blocks
 
     def length(self, seq_id: Hashable) -> int:
         """Tokens of a sequence, computed or not."""
-        return len(self.sequence(seq_id).tokens)
+        return int(self.table.lengths[self.state(seq_id).row])
 
     def computed(self, seq_id: Hashable) -> int:
         """Leading tokens of a sequence that are computed."""
-        return self.sequence(seq_id).computed
+        return int(self.table.computed[self.state(seq_id).row])
 
     def stats(self) -> stats.CacheStats:
         """Blocks, slots, waste and hit rate now."""
         return stats.collect(self, queried_tokens=self._queried_tokens, hit_tokens=self._hit_tokens)
 
+    def bookkeeping_bytes(self) -> int:
+        """Host memory that the bookkeeping takes now, in bytes: arrays, containers, and an index node a named block.
+        Takes time linear in the blocks."""
+        return stats.bookkeeping_bytes(self)
+
     def check_invariants(self) -> None:
         """Raises `InvariantBroken`, naming the invariant, if the bookkeeping contradicts itself."""
         invariants.check(self)
 
-    def sequence(self, seq_id: Hashable) -> SequenceState:
-        """The state behind an id, to read. Raises KeyError for an unknown or freed id."""
+    def sequence(self, seq_id: Hashable) -> SequenceView:
+        """What the allocator knows of a sequence, swapped out or not."""
+        return SequenceView.of(self, self.state(seq_id))
+
+    def state(self, seq_id: Hashable) -> SequenceState:
+        """The record behind an id. Raises KeyError for an unknown or freed id."""
         try:
             return self.sequences[seq_id]
         except KeyError:
             raise KeyError(f"seq_id must name a sequence in the cache, got {seq_id!r}: unknown or freed") from None
 
-    def _new_id(self, argument: str, seq_id: Hashable) -> None:
+    def resident(self, seq_id: Hashable) -> SequenceState:
+        """`state`, of a sequence that is not swapped out. Raises ValueError for one that is."""
+        state = self.state(seq_id)
+        if state.host is not None:
+            raise ValueError(f"seq_id must name a sequence on the device, got {seq_id!r}: swap it in first")
+        return state
+
+    def swapped(self, seq_id: Hashable) -> SequenceState:
+        """`state`, of a sequence that is swapped out. Raises ValueError for one that is not."""
+        state = self.state(seq_id)
+        if state.host is None:
+            raise ValueError(f"seq_id must name a sequence that is swapped out, got {seq_id!r}, which is not")
+        return state
+
+    def rows(self, seq_ids: Iterable[Hashable]) -> Ints:
+        """The table rows of several sequences, each named once; the same array for the same ids as last time."""
+        ids = list(seq_ids)
+        if self._asked is not None and self._asked[0] == ids:
+            return self._asked[1]
+        states = [state for state in map(self.sequences.get, ids) if state is not None and state.host is None]
+        if len(states) != len(ids):
+            states = [self.resident(seq_id) for seq_id in ids]  # raises, naming the one that is not here
+        if len(set(ids)) != len(ids):
+            twice = next(seq_id for seq_id in ids if ids.count(seq_id) > 1)
+            raise ValueError(f"seq_ids must name each sequence once, got {twice!r} twice")
+        rows = np.array([state.row for state in states], dtype=np.int64)
+        rows.flags.writeable = False
+        self._asked = ids, rows
+        return rows
+
+    def check_new(self, argument: str, seq_id: Hashable) -> None:
+        """Raises ValueError unless `seq_id` can be given to a new sequence."""
         if seq_id in self.sequences:
             raise ValueError(f"{argument} must be new, got {seq_id!r}, which is in the cache")
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
-    def _require(self, needed: int) -> None:
-        if needed > self.pool.available:
-            raise OutOfBlocks(needed, self.pool.available)
-
-    def _admission(self, packed: array[int], context: bytes, num_tokens: int) -> tuple[list[Node], int, int]:
-        """What admitting takes: the index nodes hit, the blocks needed besides, and the blocks to be had for them."""
-        if not isinstance(context, bytes):
-            raise TypeError(f"context must be bytes, got {type(context).__name__} {context!r}")
-        limit = (len(packed) - 1) // self.block_size if packed and self.prefix_caching else 0
-        hits = self.pool.index.match(packed.tobytes(), context, self.block_size * TOKEN_BYTES, limit) if limit else []
-        # a cached block that is hit can no longer be evicted to make room
-        revived = sum(not self.pool.refs[node.blocks[0]] for node in hits)
-        free = max(0, self.pool.available - revived - self.watermark)
-        return hits, self._blocks_for(num_tokens) - len(hits), free
-
-    def _copy(self, sequence: SequenceState, index: int) -> tuple[int, int]:
-        """Gives the sequence a block of its own in place of a shared one; returns (old, new)."""
-        source = sequence.blocks[index]
-        (target,) = self.pool.take(1)
-        sequence.blocks[index] = target
-        self.pool.release([source])
-        return source, target
-
-    def _writing_unowned(self, work: Work) -> Work:
-        """Those of `work` whose tokens to compute lie in a block that others refer to or find."""
-        refs, node_of, size = self.pool.refs, self.pool.index.node_of, self.block_size
-        found = []
-        for sequence, length in work:
-            blocks = sequence.blocks
-            for index in range(sequence.computed // size, (length - 1) // size + 1):
-                if refs[blocks[index]] > 1 or node_of[blocks[index]] is not None:
-                    found.append((sequence, length))
-                    break
-        return found
-
-    def _own(self, work: Work) -> BlockPairs:
-        """Gives every sequence of `work` sole ownership of the blocks that computing up to its length writes."""
-        refs, size = self.pool.refs, self.block_size
-        spans = [range(sequence.computed // size, self._blocks_for(length)) for sequence, length in work]
-        writers: dict[int, int] = {}
-        for (sequence, _), span in zip(work, spans, strict=True):
-            for index in span:
-                writers[sequence.blocks[index]] = writers.get(sequence.blocks[index], 0) + 1
-        # of those who share a block, the last may keep it if nobody but them refers to it
-        self._require(sum(min(count, refs[block] - 1) for block, count in writers.items()))
-        pairs = []
-        for (sequence, _), span in zip(work, spans, strict=True):
-            for index in span:
-                if refs[sequence.blocks[index]] == 1:
-                    self.pool.make_writable(sequence.blocks[index])
-                    continue
-                pair = self._copy(sequence, index)
-                if index * size < sequence.computed:  # else nothing of the block is kept
-                    pairs.append(pair)
-        return pairs
-
-    def _name_blocks(self, sequence: SequenceState) -> None:
-        """Offers the computed full blocks of a sequence to the prefix index, in order."""
-        size, node_of = self.block_size, self.pool.index.node_of
-        for index in range(sequence.indexed, sequence.computed // size):
-            parent = node_of[sequence.blocks[index - 1]] if index else None
-            if index and parent is None:  # not findable, so nothing behind it is
-                return
-            tokens = sequence.tokens[index * size : (index + 1) * size].tobytes()
-            if not self.pool.name(parent, tokens, sequence.context, sequence.blocks[index]):
-                return
-            sequence.indexed = index + 1

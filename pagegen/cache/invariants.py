@@ -7,12 +7,16 @@ hunting a fault, not for every step of an engine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pagegen.cache import prefix
 from pagegen.cache.prefix import Node
-from pagegen.cache.sequence import TOKEN_BYTES
+from pagegen.cache.sequence import TOKEN_BYTES, token_sums
+from pagegen.cache.view import SequenceView
+from pagegen.cache.window import first_seen_block
 
 if TYPE_CHECKING:
     from pagegen.cache.allocator import BlockAllocator
@@ -45,33 +49,56 @@ def _invariant(function: Check) -> Check:
     return function
 
 
+def _views(allocator: BlockAllocator, *, swapped: bool = False) -> Iterator[tuple[Hashable, SequenceView]]:
+    """The sequences on the device, or those that are swapped out."""
+    for seq_id, state in allocator.sequences.items():
+        if (state.host is not None) == swapped:
+            yield seq_id, allocator.sequence(seq_id)
+
+
+@_invariant
+def a_row_belongs_to_one_sequence(allocator: BlockAllocator) -> Iterator[str]:
+    table = allocator.table
+    rows = Counter(state.row for state in allocator.sequences.values())
+    for seq_id, state in allocator.sequences.items():
+        if rows[state.row] > 1 or not 0 <= state.row < len(table.states) or table.states[state.row] is not state:
+            yield f"row {state.row} of {seq_id!r} is not its own"
+    if sum(state is not None for state in table.states) != len(rows):
+        yield f"{sum(state is not None for state in table.states)} rows are in use by {len(rows)} sequences"
+
+
 @_invariant
 def every_logical_block_maps_to_storage(allocator: BlockAllocator) -> Iterator[str]:
-    for seq_id, sequence in allocator.sequences.items():
-        for index, block in enumerate(sequence.blocks):
-            if not 0 <= block < allocator.num_blocks:
-                yield f"block {index} of {seq_id!r} is {block}, outside 0..{allocator.num_blocks - 1}"
-        if len(set(sequence.blocks)) != len(sequence.blocks):
-            yield f"{seq_id!r} holds a block twice: {sequence.blocks.tolist()}"
+    for swapped, most in ((False, allocator.num_blocks), (True, allocator.num_host_blocks)):
+        for seq_id, view in _views(allocator, swapped=swapped):
+            held = view.blocks[view.released :]
+            for index, block in enumerate(held, view.released):
+                if not 0 <= block < most:
+                    yield f"block {index} of {seq_id!r} is {block}, outside 0..{most - 1}"
+            if len(set(held)) != len(held):
+                yield f"{seq_id!r} holds a block twice: {held}"
 
 
 @_invariant
 def no_slot_past_a_length_can_be_read(allocator: BlockAllocator) -> Iterator[str]:
     size = allocator.block_size
-    for seq_id, sequence in allocator.sequences.items():
-        length = len(sequence.tokens)
-        if len(sequence.blocks) != -(-length // size):
-            yield f"{seq_id!r} has {len(sequence.blocks)} blocks of {size} for {length} tokens"
-        if not 0 <= sequence.computed <= length:
-            yield f"{seq_id!r} has {sequence.computed} of {length} tokens computed"
-        if not 0 <= sequence.indexed <= sequence.computed // size:
-            yield f"{seq_id!r} has {sequence.indexed} blocks indexed with {sequence.computed} tokens computed"
+    for swapped in (False, True):
+        for seq_id, view in _views(allocator, swapped=swapped):
+            row = allocator.table.blocks[allocator.state(seq_id).row]
+            if len(view.blocks) != -(-view.length // size):
+                yield f"{seq_id!r} has {len(view.blocks)} blocks of {size} for {view.length} tokens"
+            if row[: view.released].any() or row[0 if swapped else len(view.blocks) :].any():
+                yield f"the row of {seq_id!r} names blocks that it does not hold: {row.tolist()}"
+            if not 0 <= view.announced <= view.computed <= view.length:
+                yield f"{seq_id!r} has {view.announced}, then {view.computed} of {view.length} tokens computed"
+            if not 0 <= view.indexed <= view.computed // size:
+                yield f"{seq_id!r} has {view.indexed} blocks indexed with {view.computed} tokens computed"
 
 
 @_invariant
 def refcounts_equal_references(allocator: BlockAllocator) -> Iterator[str]:
-    references = Counter(block for sequence in allocator.sequences.values() for block in sequence.blocks)
-    for block, count in enumerate(allocator.pool.refs):
+    references = Counter(block for _, view in _views(allocator) for block in view.blocks[view.released :])
+    for block, count in enumerate(allocator.pool.refs.tolist()):
         if count != references[block]:
             yield f"block {block} counts {count} references and has {references[block]}"
 
@@ -79,26 +106,71 @@ def refcounts_equal_references(allocator: BlockAllocator) -> Iterator[str]:
 @_invariant
 def a_referenced_block_is_never_free(allocator: BlockAllocator) -> Iterator[str]:
     available = {*allocator.pool.free, *allocator.pool.cached}
-    for seq_id, sequence in allocator.sequences.items():
-        for block in available.intersection(sequence.blocks):
+    for seq_id, view in _views(allocator):
+        for block in available.intersection(view.blocks[view.released :]):
             yield f"block {block} of {seq_id!r} can be taken by others"
 
 
 @_invariant
 def a_block_is_free_live_or_cached(allocator: BlockAllocator) -> Iterator[str]:
     pool = allocator.pool
-    places = Counter([*pool.free, *pool.cached, *(block for block, count in enumerate(pool.refs) if count)])
+    places = Counter([*pool.free, *pool.cached, *(block for block, count in enumerate(pool.refs.tolist()) if count)])
     for block in {*places, *range(allocator.num_blocks)}:
         if places[block] != 1 or not 0 <= block < allocator.num_blocks:
             yield f"block {block} is in {places[block]} of free, live and cached"
 
 
 @_invariant
+def a_host_block_is_free_or_holds_one_sequence(allocator: BlockAllocator) -> Iterator[str]:
+    held = [block for _, view in _views(allocator, swapped=True) for block in view.blocks[view.released :]]
+    places = Counter([*allocator.pool.host_free, *held])
+    for block in {*places, *range(allocator.num_host_blocks)}:
+        if places[block] != 1 or not 0 <= block < allocator.num_host_blocks:
+            yield f"host block {block} is in {places[block]} of free and held"
+
+
+@_invariant
+def a_block_written_by_a_step_has_one_writer(allocator: BlockAllocator) -> Iterator[str]:
+    size = allocator.block_size
+    writers: dict[int, Hashable] = {}
+    for seq_id, view in _views(allocator):
+        written = (
+            view.blocks[view.announced // size : -(-view.computed // size)] if view.announced < view.computed else []
+        )
+        for block in written:
+            if block in writers:
+                yield f"block {block} was written by {writers[block]!r} and by {seq_id!r}"
+            writers[block] = seq_id
+
+
+@_invariant
+def a_writable_block_has_one_owner(allocator: BlockAllocator) -> Iterator[str]:
+    size, pool = allocator.block_size, allocator.pool
+    for seq_id, view in _views(allocator):
+        if allocator.state(seq_id).row in allocator.table.sharing:  # it looks, and copies, before it writes
+            continue
+        for block in view.blocks[view.computed // size :]:
+            if pool.refs.item(block) != 1 or pool.index.named.item(block):
+                yield f"{seq_id!r} would write into block {block}, which others refer to or find"
+
+
+@_invariant
+def a_sequence_reads_the_tokens_it_was_given(allocator: BlockAllocator) -> Iterator[str]:
+    table = allocator.table
+    for seq_id, state in allocator.sequences.items():
+        view = allocator.sequence(seq_id)
+        positions = view.released * allocator.block_size + np.arange(len(view.tokens))
+        if table.sums.item(state.row) != token_sums(positions, np.array(view.tokens, dtype=np.uint32)).sum():
+            yield f"{seq_id!r} reads tokens that others wrote: {view.tokens}"
+
+
+@_invariant
 def only_findable_blocks_are_cached(allocator: BlockAllocator) -> Iterator[str]:
     pool = allocator.pool
     for block in pool.cached:
-        if pool.index.copies(block) != [block]:
-            yield f"cached block {block} is one of {pool.index.copies(block)} in the index"
+        node = pool.index.node_of[block]
+        if node is None or node.blocks != (block,):
+            yield f"cached block {block} is one of {() if node is None else node.blocks} in the index"
     for block in pool.free:
         if pool.index.node_of[block] is not None:
             yield f"free block {block} still has its old hash"
@@ -106,72 +178,83 @@ def only_findable_blocks_are_cached(allocator: BlockAllocator) -> Iterator[str]:
 
 @_invariant
 def the_index_names_blocks_by_their_content(allocator: BlockAllocator) -> Iterator[str]:
-    index = allocator.pool.index
-    depth: dict[int, int] = {}
+    pool, index = allocator.pool, allocator.pool.index
     for digest, node in index.nodes.items():
-        if any(index.node_of[block] is not node for block in node.blocks) or not node.blocks:
-            yield f"node {digest.hex()[:8]} names blocks {node.blocks}, which do not name it"
-        name = prefix.block_digest(
-            prefix.root_digest(node.context) if node.parent is None else node.parent.digest, node.tokens
-        )
-        if name != digest or node.digest != digest or len(node.tokens) != allocator.block_size * TOKEN_BYTES:
-            yield f"node {digest.hex()[:8]} is not the hash of its parent, tokens and context"
-        parent = node.parent
-        if parent is not None and (index.nodes.get(parent.digest) is not parent or node not in parent.children):
-            yield f"node {digest.hex()[:8]} stands behind one that was forgotten"
-        depth.update((block, _depth(node)) for block in node.blocks)
-    for seq_id, sequence in allocator.sequences.items():
-        for position, block in enumerate(sequence.blocks):
+        label = f"node {digest.hex()[:8]}"
+        if node.parent is None:
+            name, length = prefix.root_digest(node.tokens), len(node.tokens)
+        else:
+            name = prefix.block_digest(node.parent.digest, node.tokens)
+            length = allocator.block_size * TOKEN_BYTES
+        if name != digest or node.digest != digest or len(node.tokens) != length:
+            yield f"{label} is not the hash of its parent, tokens and context"
+        if node.parent is not None and index.nodes.get(node.parent.digest) is not node.parent:
+            yield f"{label} stands behind one that was forgotten"
+        for block in node.blocks:
+            if index.node_of[block] is not node or pool.tokens[block].tobytes() != node.tokens:
+                yield f"{label} names block {block}, which does not hold its tokens or name it"
+    for block, named in enumerate(index.node_of):
+        if (named is not None) != index.named.item(block) or (
+            named is not None and index.nodes.get(named.digest) is not named
+        ):
+            yield f"block {block} has a name that the index does not know"
+    for seq_id, view in _views(allocator):
+        for position, block in enumerate(view.blocks[view.released :], view.released):
             named = index.node_of[block]
-            if named is None:
-                continue
-            start = position * allocator.block_size
-            view = sequence.tokens[start : start + allocator.block_size].tobytes()
-            if index.nodes.get(named.digest) is not named or not named.tokens.startswith(view):
-                yield f"block {block} of {seq_id!r} is named for other tokens than it holds"
-            elif depth[block] != position or named.context != sequence.context:
+            if named is not None and _place(named) != (position, view.context):
                 yield f"block {block} of {seq_id!r} is named for another position or context"
 
 
 @_invariant
-def shared_blocks_hold_the_same_tokens(allocator: BlockAllocator) -> Iterator[str]:
-    size = allocator.block_size
-    first: dict[int, tuple[int, bytes, bytes]] = {}  # block -> position, name of all before it, longest view
-    for seq_id, sequence in allocator.sequences.items():
-        name = prefix.root_digest(sequence.context)
-        for position, block in enumerate(sequence.blocks):
-            view = sequence.tokens[position * size : (position + 1) * size].tobytes()
-            where, before, longest = first.get(block, (position, name, view))
-            shorter, longer = sorted((view, longest), key=len)
-            if (where, before) != (position, name) or not longer.startswith(shorter):
-                yield f"block {block} of {seq_id!r} is shared with a sequence that has other tokens there"
-            first[block] = (where, before, longer)
-            name = prefix.block_digest(name, view)
+def index_nodes_stay_while_they_are_used(allocator: BlockAllocator) -> Iterator[str]:
+    index = allocator.pool.index
+    users = Counter(node.parent for node in index.nodes.values())
+    users.update(state.node for state in allocator.sequences.values())
+    for digest, node in index.nodes.items():
+        if not node.known or node.users != users[node] or not (node.users or node.blocks):
+            yield f"node {digest.hex()[:8]} counts {node.users} users and has {users[node]}"
+        if node.latest is not None and not (node.latest.known and node.latest.parent is node):
+            yield f"node {digest.hex()[:8]} expects one that is not behind it"
+    for seq_id, state in allocator.sequences.items():
+        if state.node is not None and _place(state.node) != (
+            allocator.table.indexed.item(state.row) - 1,
+            state.context,
+        ):
+            yield f"{seq_id!r} stands on a node of another position or context"
 
 
 @_invariant
 def eviction_takes_the_deepest_first(allocator: BlockAllocator) -> Iterator[str]:
+    if allocator.window is not None:  # what is seen no more is given back, and evicted, before what stands behind it
+        return
     index, refs = allocator.pool.index, allocator.pool.refs
     order = {block: place for place, block in enumerate(allocator.pool.cached)}
     for block, place in order.items():
-        node = index.node_of[block]
-        if node is None or node.parent is None:
-            continue
-        if not any(refs[b] or order.get(b, -1) > place for b in node.parent.blocks):
-            yield f"cached block {block} would outlive its parent {node.parent.blocks}"
+        parent = _parent(index.node_of[block])
+        if parent is not None and parent.blocks and not any(refs[b] or order.get(b, -1) > place for b in parent.blocks):
+            yield f"cached block {block} would outlive its parent {parent.blocks}"
     for node in index.nodes.values():
-        is_live, parent = any(refs[b] for b in node.blocks), node.parent
-        if is_live and parent is not None and not any(refs[b] for b in parent.blocks):
+        parent = _parent(node)
+        if parent is not None and any(refs[b] for b in node.blocks) and not any(refs[b] for b in parent.blocks):
             yield f"live block {node.blocks} stands behind {parent.blocks}, which can be evicted"
+
+
+@_invariant
+def a_window_keeps_what_a_query_sees(allocator: BlockAllocator) -> Iterator[str]:
+    for seq_id in allocator.sequences:
+        view = allocator.sequence(seq_id)
+        seen = first_seen_block(view.announced, allocator.block_size, allocator.window)
+        if not 0 <= view.released <= seen:
+            yield f"{seq_id!r} gave back {view.released} blocks, and queries at {view.announced} see block {seen}"
 
 
 @_invariant
 def sums_of_slots_agree(allocator: BlockAllocator) -> Iterator[str]:
     stats, size = allocator.stats(), allocator.block_size
     used: dict[int, int] = {}
-    for sequence in allocator.sequences.values():
-        for position, block in enumerate(sequence.blocks):
-            used[block] = max(used.get(block, 0), min(size, len(sequence.tokens) - position * size))
+    for _, view in _views(allocator):
+        for position, block in enumerate(view.blocks[view.released :], view.released):
+            used[block] = max(used.get(block, 0), min(size, view.length - position * size))
     if (stats.used_blocks, stats.allocated_slots) != (len(used), len(used) * size):
         yield f"{stats.used_blocks} blocks and {stats.allocated_slots} slots are said to be used, not {len(used)}"
     if stats.free_blocks + stats.used_blocks + stats.cached_blocks != allocator.num_blocks:
@@ -180,9 +263,16 @@ def sums_of_slots_agree(allocator: BlockAllocator) -> Iterator[str]:
         yield f"{stats.used_slots} slots used and {stats.wasted_slots} wasted are not {sum(used.values())} used"
 
 
-def _depth(node: Node) -> int:
-    depth = 0
+def _place(node: Node) -> tuple[int, bytes]:
+    """How many nodes stand before a block's node, or up to a root; and the context."""
+    depth = -1
     while node.parent is not None:
         node = node.parent
         depth += 1
-    return depth
+    return depth, node.tokens
+
+
+def _parent(node: Node | None) -> Node | None:
+    """The node of the block before, if there is one: a root has no blocks."""
+    parent = None if node is None else node.parent
+    return None if parent is None or parent.parent is None else parent

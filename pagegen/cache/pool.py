@@ -1,85 +1,119 @@
-"""The blocks: who is free, referred to, or kept for its content, and who is evicted first."""
+"""The blocks: who is free, referred to, or kept for its content, who is evicted first, and which tokens each holds."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
 
 from pagegen.cache.prefix import Node, PrefixIndex
+from pagegen.cache.sequence import Ints, Packed
+
+
+class OutOfBlocks(RuntimeError):
+    """An operation needs `needed` more blocks of a `pool` ("device" or "host"; of which `group` where there are
+    several), but only `free` can be had. Nothing was changed."""
+
+    def __init__(self, needed: int, free: int, pool: str = "device", group: int | None = None) -> None:
+        super().__init__(needed, free, pool, group)
+        self.needed = needed
+        self.free = free
+        self.pool = pool
+        self.group = group
+
+    def __str__(self) -> str:
+        kind = "blocks" if self.pool == "device" else f"{self.pool} blocks"
+        where = "" if self.group is None else f" in group {self.group}"
+        return f"{self.needed} {kind} are needed{where} but {self.free} are free: free a sequence, or admit fewer"
 
 
 class BlockPool:
     """Every block is in exactly one state: free, live (`refs` > 0) or cached (no reference, but in the index).
 
     `cached` is ordered by last release, oldest first. A sequence releases its blocks last to first, and whoever
-    refers to a block refers to the blocks before it, so a block always stands before its parent in that order: the
-    oldest is a leaf of the index, and evicting it breaks no chain. The blocks of one index node are either all live
-    or a single cached one: a copy that nobody refers to is freed as soon as another will do.
+    refers to a block refers to the blocks before it (but for those a window gave back), so a block always stands before
+    its parent in that order: the oldest is a leaf of the index, and evicting it breaks no chain. The blocks of one
+    index node are either all live or a single cached one: a copy that nobody refers to is freed as soon as another
+    will do. `tokens` are those of every block's slots, the `num_host_blocks` blocks of the host behind the others.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.refs: list[int] = [0] * num_blocks
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+        self.refs: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self.free: list[int] = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is taken first
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.index = PrefixIndex(num_blocks)
+        self.host_free: list[int] = list(range(num_host_blocks - 1, -1, -1))
+        self.tokens: Packed = np.zeros((num_blocks + num_host_blocks, block_size), dtype=np.uint32)
+        self.slots: Packed = self.tokens.reshape(-1)  # the same memory, by slot
 
     @property
     def available(self) -> int:
         """Blocks that `take` can still give: the free and the cached ones."""
         return len(self.free) + len(self.cached)
 
-    def take(self, count: int) -> list[int]:
+    def require(self, needed: int, free: int | None = None) -> None:
+        """Raises OutOfBlocks unless `needed` blocks can be had, of `free` or of all that are available."""
+        free = self.available if free is None else free
+        if needed > free:
+            raise OutOfBlocks(needed, free)
+
+    def take(self, count: int) -> Ints:
         """`count` blocks with one reference each and no name in the index; at most `available`."""
-        blocks = []
-        for _ in range(count):
-            if not self.free:
-                oldest = next(iter(self.cached))
-                self._unname(oldest)
-                self._discard(oldest)
-            block = self.free.pop()
-            self.refs[block] = 1
-            blocks.append(block)
+        for _ in range(count - len(self.free)):
+            oldest, _ = self.cached.popitem(last=False)
+            self.index.remove(oldest)
+            self.free.append(oldest)
+        left = len(self.free) - count
+        blocks: Ints = np.array(self.free[left:][::-1], dtype=np.int64)
+        del self.free[left:]
+        self.refs[blocks] = 1
         return blocks
 
-    def acquire(self, block: int) -> None:
-        """One more reference to a live or cached block."""
-        if not self.refs[block]:
+    def acquire(self, blocks: npt.NDArray[np.int32]) -> None:
+        """One more reference to each of `blocks`, live or cached ones."""
+        for block in blocks[self.refs[blocks] == 0].tolist():
             del self.cached[block]
-        self.refs[block] += 1
+        self.refs[blocks] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: npt.NDArray[np.int32]) -> None:
         """One reference less to each of `blocks`, in the order given: a sequence's last block first."""
-        for block in blocks:
-            self.refs[block] -= 1
-            if self.refs[block]:
-                continue
-            copies = self.index.copies(block)
-            if len(copies) == 1:
+        self.refs[blocks] -= 1
+        for block in blocks[self.refs[blocks] == 0].tolist():
+            node = self.index.node_of[block]
+            if node is not None and len(node.blocks) == 1:
                 self.cached[block] = None
                 continue
-            if copies:
+            if node is not None:
                 self.index.remove(block)
             self.free.append(block)
 
-    def name(self, parent: Node | None, tokens: bytes, context: bytes, block: int) -> bool:
-        """Lets others find the live `block` by its content. False where a hash collision forbids it."""
-        if not self.index.insert(parent, tokens, context, block):
-            return False
-        for other in [copy for copy in self.index.copies(block) if not self.refs[copy]]:
-            self.index.remove(other)
-            self._discard(other)
-        return True
+    def name(self, parent: Node, tokens: bytes, block: int) -> Node | None:
+        """Lets others find the live `block` by its content: its node. None where a hash collision forbids it."""
+        node = self.index.insert(parent, tokens, block)
+        if node is not None and len(node.blocks) > 1:
+            self._free_spare_copies(node)
+        return node
+
+    def name_again(self, node: Node, block: int) -> None:
+        """Lets others find the live `block` as one that holds the tokens of `node`."""
+        self.index.fill(node, block)
+        self._free_spare_copies(node)
 
     def make_writable(self, block: int) -> None:
         """Forgets the name of a block with one reference, whose content is about to change."""
         if self.index.node_of[block] is not None:
-            self._unname(block)
+            self.index.remove(block)
 
-    def _unname(self, block: int) -> None:
-        for orphan in self.index.remove(block):
-            if not self.refs[orphan]:
-                self._discard(orphan)
+    def forget_behind(self, nodes: list[Node]) -> None:
+        """Nothing that stands behind `nodes` can be found any more."""
+        for block in self.index.forget_behind(nodes):
+            if not self.refs[block]:
+                del self.cached[block]
+                self.free.append(block)
 
-    def _discard(self, block: int) -> None:
-        del self.cached[block]
-        self.free.append(block)
+    def _free_spare_copies(self, node: Node) -> None:
+        for spare in [block for block in node.blocks if not self.refs[block]]:
+            self.index.remove(spare)
+            del self.cached[spare]
+            self.free.append(spare)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -10,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagegen.cache.allocator import BlockAllocator, BlockPairs
-from pagegen.cache.batch import Batch, build
-from pagegen.cache.sequence import MAX_TOKEN, TOKEN_CODE, SequenceState
+from pagegen.cache.allocator import BlockAllocator
+from pagegen.cache.batch import Asked, Batch, fresh_batch
+from pagegen.cache.buffers import BatchBuffers
+from pagegen.cache.sequence import Ints
+from pagegen.cache.sharing import SharedPrefixes
 from pagegen.cache.stats import CacheStats
+from pagegen.cache.storage import BlockStorage
 from pagegen.spec import CacheLayout, bytes_per_element, check, dtype_name, parse_dtype
-from pagegen.targets.huge_pages import huge_memory
 
 
 class PagedKVCache:
@@ -26,8 +27,9 @@ class PagedKVCache:
     CPU they are in huge pages where the system has them, which take memory when a block is first written, on the memory
     node of the thread that writes it. Every thread reads every block, so where a machine has several nodes spread the
     pages over all of them (`numactl --interleave=all`). A sequence has the same blocks in every layer. `dtype` may be
-    given by name; `watermark` and the errors are those of `BlockAllocator`, whose calls this class has, with tokens
-    also as 1-D tensors or arrays of integers. Copies of copy-on-write are made before the call that needs them returns.
+    given by name; `watermark`, `window` and the errors are those of `BlockAllocator`, whose calls this class has, with
+    tokens also as 1-D tensors of integers. Copies of copy-on-write, and to and from the `num_host_blocks` blocks of
+    host memory (pinned for CUDA), are made before the call that needs them returns.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class PagedKVCache:
         prefix_caching: bool = True,
         *,
         watermark: int = 0,
+        window: int | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         check.integer("num_layers", num_layers)
         check.integer("num_kv_heads", num_kv_heads)
@@ -53,18 +57,21 @@ class PagedKVCache:
         self.num_layers = num_layers
         self.layout = layout
         self.dtype = stored
-        self.device = torch.device(device)
-        self.allocator = BlockAllocator(num_blocks, layout.block_size, prefix_caching, watermark=watermark)
-        slots = num_layers * num_blocks * layout.block_size * num_kv_heads
-        k_size = slots * check.integer("head_dim", head_dim)
+        self.device = torch.empty(0, device=device).device  # "cuda" is the current device, with its number
+        self.allocator = BlockAllocator(
+            num_blocks, layout.block_size, prefix_caching,
+            watermark=watermark, window=window, num_host_blocks=num_host_blocks,
+        )  # fmt: skip
+        check.integer("head_dim", head_dim)
         v_dim = head_dim if v_head_dim is None else check.integer("v_head_dim", v_head_dim)
-        self.pools = tuple(_zeros(size, stored, self.device) for size in (k_size, slots * v_dim))
-        # [num_layers * num_blocks, block_size, num_kv_heads, head_dim]: block b of layer l is l * num_blocks + b
-        self._keys = layout.view(self.pools[0], num_kv_heads, head_dim)
-        self._values = layout.view(self.pools[1], num_kv_heads, v_dim)
+        self.storage = BlockStorage(
+            num_layers, num_blocks, num_host_blocks, layout, num_kv_heads, (head_dim, v_dim), stored, self.device
+        )
+        self.pools = self.storage.pools
         firsts = range(0, num_layers * num_blocks, num_blocks)
-        self._k_layers = [self._keys[first : first + num_blocks] for first in firsts]
-        self._v_layers = [self._values[first : first + num_blocks] for first in firsts]
+        self._k_layers = [self.storage.keys[first : first + num_blocks] for first in firsts]
+        self._v_layers = [self.storage.values[first : first + num_blocks] for first in firsts]
+        self._shared = SharedPrefixes()
 
     def k_cache(self, layer: int) -> Tensor:
         """The keys of a layer, [num_blocks, block_size, num_kv_heads, head_dim]: always the same view."""
@@ -74,9 +81,9 @@ class PagedKVCache:
         """The values of a layer, [num_blocks, block_size, num_kv_heads, v_head_dim]: always the same view."""
         return self._v_layers[self._layer(layer)]
 
-    def add(self, seq_id: Hashable, tokens: Any, *, context: bytes = b"") -> int:
+    def add(self, seq_id: Hashable, tokens: Any, *, context: bytes = b"", most_cached: int | None = None) -> int:
         """Admits a sequence; returns how many of its leading tokens are cached already."""
-        return self.allocator.add(seq_id, as_tokens(tokens), context=context)
+        return self.allocator.add(seq_id, as_tokens(tokens), context=context, most_cached=most_cached)
 
     def can_admit(self, num_tokens: int, *, tokens: Any = None, context: bytes = b"", lookahead: int = 0) -> bool:
         """Whether `add` of `num_tokens` tokens would succeed now. See `BlockAllocator.can_admit`."""
@@ -85,7 +92,11 @@ class PagedKVCache:
 
     def append(self, seq_id: Hashable, tokens: Any) -> None:
         """Makes room for `tokens` at the end, and copies the last block first where others refer to it."""
-        self._copy(self.allocator.append(seq_id, as_tokens(tokens)))
+        self.storage.copy(self.allocator.append(seq_id, as_tokens(tokens)))
+
+    def append_each(self, seq_ids: Iterable[Hashable], tokens: Any) -> None:
+        """Makes room for one token more in each of many sequences: all or, on OutOfBlocks, none."""
+        self.storage.copy(self.allocator.append_each(seq_ids, as_tokens(tokens)))
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Starts `child` as a copy of `parent` that shares every block of it. See `BlockAllocator.fork`."""
@@ -99,24 +110,64 @@ class PagedKVCache:
         """Ends a sequence; what it computed stays findable until its blocks are needed."""
         self.allocator.free(seq_id)
 
-    def batch(self, seq_ids: Iterable[Hashable], *, query_lens: Sequence[int] | None = None) -> Batch:
+    def batch(
+        self,
+        seq_ids: Iterable[Hashable],
+        *,
+        query_lens: Sequence[int] | None = None,
+        buffers: BatchBuffers | None = None,
+    ) -> Batch:
         """The kernel inputs of a step that computes the tokens of `seq_ids` not yet computed, or the first
-        `query_lens[i]` of them. They count as computed from here on, and full blocks can be
-        found: after a step that fails before it wrote them, make a new cache, since `truncate` leaves them findable.
+        `query_lens[i]` of them. They count as computed from here on, and full blocks can be found: after a step that
+        failed before it wrote them, call `abandon`.
 
-        Raises KeyError for an unknown id, ValueError for no or repeated ids or a query length out of range, and,
-        only after a fork of uncomputed tokens, OutOfBlocks; all before any change.
+        The batch's tensors are its own; with `buffers` they are views of those, and valid until the next batch made
+        there. Raises KeyError for an unknown id, ValueError for no or repeated ids, a query length out of range or
+        buffers too small and, only after a fork of uncomputed tokens, OutOfBlocks; all before any change.
         """
-        ids = list(seq_ids)
-        if not ids or len(set(ids)) != len(ids):
-            twice = [seq_id for seq_id in ids if ids.count(seq_id) > 1]
-            raise ValueError(f"seq_ids must name each sequence once, got {twice[0]!r} twice" if twice else
-                             "seq_ids must name at least one sequence, got none")  # fmt: skip
-        states = [self.allocator.sequence(seq_id) for seq_id in ids]
-        starts = [state.computed for state in states]
-        ends = [len(state.tokens) for state in states] if query_lens is None else _ends(ids, states, query_lens)
-        self._copy(self.allocator.mark_all_computed(states, ends))
-        return build(states, starts, ends, self.layout.block_size, self.device)
+        return self.make(self.ask(seq_ids, query_lens, buffers), buffers)
+
+    def ask(self, seq_ids: Iterable[Hashable], query_lens: Sequence[int] | None, buffers: BatchBuffers | None) -> Asked:
+        """What `batch` was asked for, checked; changes nothing."""
+        rows = self.allocator.rows(seq_ids)
+        if not len(rows):
+            raise ValueError("seq_ids must name at least one sequence, got none")
+        starts, lengths = self.allocator.table.computed.take(rows), self.allocator.table.lengths.take(rows)
+        ends = lengths if query_lens is None else starts + self._counts(rows, lengths - starts, query_lens)
+        counts = ends - starts
+        total, longest, widest = int(counts.sum()), int(ends.max()), int(counts.max())
+        if buffers is not None:
+            buffers.require(len(rows), total, self.layout.blocks_for(longest), self.device)
+        return Asked(rows, starts, ends, counts, total, longest, widest)
+
+    def make(self, asked: Asked, buffers: BatchBuffers | None) -> Batch:
+        """The batch that was asked for. Raises OutOfBlocks, before any change."""
+        self.storage.copy(self.allocator.announce(asked.rows, asked.ends))
+        groups = self._shared.find(self.allocator, asked.rows, asked.starts)
+        if buffers is None:
+            return fresh_batch(self.allocator, asked, groups, self.device)
+        return buffers.fill(self.allocator, asked, groups)
+
+    def abandon(self, seq_ids: Iterable[Hashable]) -> None:
+        """Says that the last step batched for `seq_ids` failed before it wrote: its tokens are to be computed again,
+        and nobody finds them. See `BlockAllocator.abandon`."""
+        self.allocator.abandon(seq_ids)
+
+    def swap_out(self, seq_id: Hashable) -> None:
+        """Copies a sequence to host memory, and gives back its blocks. See `BlockAllocator.swap_out`."""
+        self.storage.to_host(self.allocator.swap_out(seq_id))
+
+    def swap_in(self, seq_id: Hashable) -> None:
+        """Brings a sequence back from host memory. See `BlockAllocator.swap_in`."""
+        self.storage.from_host(self.allocator.swap_in(seq_id))
+
+    def can_swap_in(self, seq_id: Hashable, *, lookahead: int = 0) -> bool:
+        """Whether `swap_in` would succeed now, with room for `lookahead` tokens more."""
+        return self.allocator.can_swap_in(seq_id, lookahead=lookahead)
+
+    def is_swapped(self, seq_id: Hashable) -> bool:
+        """Whether a sequence is swapped out."""
+        return self.allocator.is_swapped(seq_id)
 
     def block_ids(self, seq_id: Hashable) -> list[int]:
         """The blocks of a sequence, in order."""
@@ -138,50 +189,28 @@ class PagedKVCache:
         """Raises `InvariantBroken`, naming the invariant, if the bookkeeping contradicts itself."""
         self.allocator.check_invariants()
 
+    def _counts(self, rows: Ints, left: Ints, query_lens: Sequence[int]) -> Ints:
+        """The query lengths asked for, each in 0..left[i]."""
+        if len(query_lens) != len(rows):
+            raise ValueError(f"query_lens must have one entry a sequence ({len(rows)}), got {len(query_lens)}")
+        for count in query_lens:
+            if isinstance(count, (bool, np.bool_)) or not isinstance(count, (int, np.integer)):
+                raise TypeError(f"query_lens must hold integers, got {type(count).__name__} {count!r}")
+        counts = np.array(query_lens, dtype=np.int64)
+        for i in ((counts < 0) | (counts > left)).nonzero()[0].tolist():
+            state = self.allocator.table.states[rows[i]]
+            name = "" if state is None else repr(state.seq_id)
+            raise ValueError(
+                f"query_lens must be in 0..{left[i]} (tokens not computed) for {name}, got {query_lens[i]}"
+            )
+        return counts
+
     def _layer(self, layer: int) -> int:
         if check.integer("layer", layer, at_least=0) >= self.num_layers:
             raise ValueError(f"layer must be below num_layers {self.num_layers}, got {layer}")
         return layer
 
-    def _copy(self, pairs: BlockPairs) -> None:
-        """Copies blocks in all layers, keys and values, in one call."""
-        if not pairs:
-            return
-        first_blocks = torch.arange(self.num_layers)[:, None, None] * self.allocator.num_blocks
-        every_layer = (first_blocks + torch.tensor(pairs)).reshape(-1, 2)
-        torch.ops.pagegen.copy_blocks(self._keys, self._values, every_layer.to(self.device))
 
-
-def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    return huge_memory(size * dtype.itemsize).view(dtype)
-
-
-def as_tokens(tokens: Any) -> Iterable[int]:
-    """A 1-D tensor or numpy array of integers, packed; anything else as it is, for the allocator to check."""
-    values = tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens
-    if not isinstance(values, np.ndarray):
-        return values  # type: ignore[no-any-return]
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise TypeError(f"tokens must be a 1-D sequence of integers, got {values.dtype} {list(values.shape)}")
-    wrong = values[(values < 0) | (values > MAX_TOKEN)]
-    if wrong.size:
-        raise ValueError(f"tokens must be in 0..{MAX_TOKEN}, got {wrong[0]}")
-    packed = array(TOKEN_CODE)
-    packed.frombytes(values.astype(np.uintc).tobytes())
-    return packed
-
-
-def _ends(ids: list[Hashable], states: list[SequenceState], query_lens: Sequence[int]) -> list[int]:
-    if len(query_lens) != len(ids):
-        raise ValueError(f"query_lens must have one entry a sequence ({len(ids)}), got {len(query_lens)}")
-    ends = []
-    for seq_id, state, count in zip(ids, states, query_lens, strict=True):
-        left = len(state.tokens) - state.computed
-        if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
-            raise TypeError(f"query_lens must hold integers, got {type(count).__name__} {count!r} for {seq_id!r}")
-        if not 0 <= count <= left:
-            raise ValueError(f"query_lens must be in 0..{left} (tokens not computed) for {seq_id!r}, got {count}")
-        ends.append(state.computed + int(count))
-    return ends
+def as_tokens(tokens: Any) -> Any:
+    """A tensor as a numpy array; anything else as it is. The allocator checks either."""
+    return tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens

@@ -1,20 +1,22 @@
-"""Greedy generation over paged blocks: every step is one ragged batch, one compiled graph serves them all."""
+"""Greedy generation over paged blocks: every step is one ragged batch, one compiled graph serves them all.
+
+Which sequences share a step, and with how many tokens each, is `pagegen.serving.Scheduler`'s to say.
+"""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import operator
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pagegen.cache import BlockAllocator, OutOfBlocks, PagedKVCache
+from pagegen import serving
+from pagegen.cache import BlockAllocator, PagedKVCache
 from pagegen.integrations.hf_attention import Step
 from pagegen.integrations.hf_cache import RaggedCache, View
 from pagegen.spec import AttentionSpec, check
@@ -28,27 +30,17 @@ _TRACE_QUERY_LENS = (4, 7)
 _TRACE_BLOCKS = 5
 
 
-@dataclass
-class _Request:
-    index: int
-    seq_id: int
-    prompt: list[int]
-    max_new_tokens: int
-    done: bool = False
-    output: list[int] = field(default_factory=list)
-
-    @property
-    def max_length(self) -> int:
-        return len(self.prompt) + self.max_new_tokens
-
-
 class PagedGenerator:
     """Generates greedily for prompts of different lengths, admitting waiting ones as blocks come free. The most likely
     token is taken as it is: penalties and other processors of a generation config are not applied.
 
-    A step's tokens (whole prompts of newcomers, one token of everyone else) run as one flat batch [1, total_q].
-    With `compile=True` the whole model is one `torch.compile(fullgraph=True)` graph for every batch size,
-    prompt length and block-table width. Blocks of shared prompt beginnings are computed once.
+    A step's tokens (one of everyone who has begun to answer, and prompts, in chunks where `max_batch_tokens` asks for
+    them) run as one flat batch [1, total_q]. With `compile=True` the whole model is one `torch.compile(fullgraph=True)`
+    graph for every batch size, prompt length and block-table width. Blocks of shared prompt beginnings are computed
+    once. Prompts are admitted while their own tokens fit; where answers then outgrow the blocks, the last admitted
+    gives way as `preempt` says, and goes on later with the same tokens: see `Scheduler`, also for the limits.
+
+    `figures` and `latencies` are of the last `generate` that returned: the server's speed, and what prompts waited.
     """
 
     def __init__(
@@ -60,6 +52,9 @@ class PagedGenerator:
         variant: str | None = None,
         compile: bool = True,
         backend: str | Callable[..., Any] = "inductor",
+        max_num_seqs: int = 256,
+        max_batch_tokens: int = 2048,
+        preempt: serving.Preempt = "recompute",
     ) -> None:
         _refuse_batch_dependent_rope(model.config)
         self.model = model
@@ -67,7 +62,10 @@ class PagedGenerator:
         self.store = store
         self.variant = variant
         self._views = [(_view(store.k_cache(layer)), _view(store.v_cache(layer))) for layer in range(len(specs))]
-        self._num_blocks = store.allocator.num_blocks
+        self.figures: serving.ServerFigures | None = None
+        self.latencies: serving.Latencies | None = None
+        self._max_num_seqs, self._max_batch_tokens, self._preempt = max_num_seqs, max_batch_tokens, preempt
+        self.scheduler()  # raises for limits that are wrong, before anything is compiled
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
@@ -95,61 +93,35 @@ class PagedGenerator:
         """
         check.integer("max_new_tokens", max_new_tokens)
         stop = self._stop_tokens(eos_token_id)
-        requests = [self._request(i, prompt, max_new_tokens) for i, prompt in enumerate(prompts)]
-        waiting, running = deque(requests), list[_Request]()
+        requests = [self._request(i, prompt, max_new_tokens, stop) for i, prompt in enumerate(prompts)]
+        index_of = {request.id: index for index, request in enumerate(requests)}
+        scheduler, clock = self.scheduler(), serving.WallClock()
+        heard = None if on_token is None else lambda request, token: on_token(index_of[request], token)
+        outcomes: dict[int, serving.Outcome] = {}
         try:
-            with torch.no_grad():
-                while waiting or running:
-                    self._admit(waiting, running)
-                    for request, token in zip(running, self._step(running), strict=True):
-                        self._accept(request, token, stop, on_token)
-                    for request in [r for r in running if r.done]:
-                        running.remove(request)
-                        self.store.free(request.seq_id)
-        except BaseException:
-            self.reset()  # blocks of a step that failed count as computed: nobody may find them
+            for outcome in serving.replay(scheduler, requests, self.run, clock, heard):
+                outcomes[index_of[outcome.request.id]] = outcome
+        except Exception:
+            scheduler.abort_all(clock.now_s())
             raise
-        return [request.output for request in requests]
+        except BaseException:  # an interrupt may come between any two operations of the bookkeeping
+            self.reset()
+            raise
+        if outcomes:
+            self.figures = scheduler.figures(clock.now_s())
+            self.latencies = serving.Latencies.of(outcome.times for outcome in outcomes.values())
+        return [outcomes[index].tokens.tolist() for index in range(len(requests))]
 
-    def reset(self) -> None:
-        """Forgets every sequence and every shared beginning. Call it after the model's weights have changed."""
-        old = self.store.allocator
-        self.store.allocator = BlockAllocator(old.num_blocks, old.block_size, old.prefix_caching)
+    def scheduler(self) -> serving.Scheduler:
+        """A scheduler over the store, to serve requests as they come: `replay(scheduler, requests, generator.run,
+        WallClock())`. One at a time: it takes the store for its own."""
+        return serving.Scheduler(
+            self.store, max_num_seqs=self._max_num_seqs, max_batch_tokens=self._max_batch_tokens, preempt=self._preempt
+        )
 
-    def _stop_tokens(self, given: int | Iterable[int] | None) -> frozenset[int]:
-        value = getattr(self.model, "generation_config", self.model.config).eos_token_id if given is None else given
-        if value is None:
-            return frozenset()
-        return frozenset([value] if isinstance(value, int) else value)
-
-    def _request(self, index: int, prompt: Any, max_new_tokens: int) -> _Request:
-        try:
-            tokens = [operator.index(token) for token in prompt]
-        except TypeError as error:
-            raise TypeError(f"prompts[{index}] must be a sequence of token ids, got {prompt!r}") from error
-        if not tokens:
-            raise ValueError(f"prompts[{index}] must hold at least one token, got none")
-        request = _Request(index, next(self._ids), tokens, max_new_tokens)
-        needed = self.store.layout.blocks_for(request.max_length)
-        if needed > self._num_blocks:
-            raise OutOfBlocks(needed, self._num_blocks)
-        return request
-
-    def _admit(self, waiting: deque[_Request], running: list[_Request]) -> None:
-        """Admits waiting prompts, in order, while every admitted sequence can still reach its full length: no
-        step can then run out of blocks."""
-        reserved = sum(self.store.layout.blocks_for(r.max_length) for r in running)
-        while waiting:
-            request = waiting[0]
-            reserved += self.store.layout.blocks_for(request.max_length)
-            if reserved > self._num_blocks:
-                return
-            self.store.add(request.seq_id, request.prompt)
-            running.append(waiting.popleft())
-
-    def _step(self, running: list[_Request]) -> list[int]:
-        """One step: the next token of every running sequence."""
-        batch = self.store.batch([r.seq_id for r in running])
+    def run(self, planned: serving.Step) -> list[int]:
+        """Computes a step: the most likely next token behind each row's last query."""
+        batch = self.store.batch(planned.seq_ids, query_lens=planned.query_lens)
         step = Step(
             block_table=batch.block_table,
             seq_lens=batch.seq_lens,
@@ -158,18 +130,32 @@ class PagedGenerator:
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
         )
-        tokens = self._call(batch.input_ids, batch.positions, step).tolist()
-        return [int(t) for t in tokens[: len(running)]]
+        with torch.no_grad():
+            tokens = self._call(batch.input_ids, batch.positions, step).tolist()
+        return [int(token) for token in tokens[: len(planned.seq_ids)]]
 
-    def _accept(
-        self, request: _Request, token: int, stop: frozenset[int], on_token: Callable[[int, int], None] | None
-    ) -> None:
-        request.output.append(token)
-        if on_token:
-            on_token(request.index, token)
-        request.done = token in stop or len(request.output) == request.max_new_tokens
-        if not request.done:
-            self.store.append(request.seq_id, [token])
+    def reset(self) -> None:
+        """Forgets every sequence and every shared beginning. Call it after the model's weights have changed."""
+        old = self.store.allocator
+        self.store.allocator = BlockAllocator(
+            old.num_blocks, old.block_size, old.prefix_caching,
+            watermark=old.watermark, window=old.window, num_host_blocks=old.num_host_blocks,
+        )  # fmt: skip
+
+    def _stop_tokens(self, given: int | Iterable[int] | None) -> frozenset[int]:
+        value = getattr(self.model, "generation_config", self.model.config).eos_token_id if given is None else given
+        if value is None:
+            return frozenset()
+        return frozenset([value] if isinstance(value, int) else value)
+
+    def _request(self, index: int, prompt: Any, max_new_tokens: int, stop: frozenset[int]) -> serving.Request:
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise TypeError(f"prompts[{index}] must be a sequence of token ids, got {prompt!r}") from error
+        if not tokens:
+            raise ValueError(f"prompts[{index}] must hold at least one token, got none")
+        return serving.Request(next(self._ids), tokens, max_new_tokens, stop_tokens=stop)
 
     def _call(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         """Runs the step, padded to whole groups of sequences that write nothing, and to two block-table columns."""

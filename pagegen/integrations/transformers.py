@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pagegen.db import Database
     from pagegen.integrations.generation import PagedGenerator
     from pagegen.integrations.hf_cache import PagedCache
+    from pagegen.serving import Preempt
 
 SUPPORTED = ((5, 5), (6, 0))  # from, below
 # Tokens that the block pool holds unless `num_blocks` says otherwise: 16 conversations of 1024.
@@ -49,18 +50,37 @@ class PagedModel:
 
         return PagedCache(self.specs, self._store(prefix_caching=False), self.variant)
 
-    def generator(self, *, compile: bool = True, backend: Any = "inductor") -> PagedGenerator:
-        """A greedy generator over ragged batches; see `PagedGenerator`."""
+    def generator(
+        self,
+        *,
+        compile: bool = True,
+        backend: Any = "inductor",
+        max_num_seqs: int = 256,
+        max_batch_tokens: int = 2048,
+        preempt: Preempt = "recompute",
+        num_host_blocks: int = 0,
+    ) -> PagedGenerator:
+        """A greedy generator over ragged batches; see `PagedGenerator`. `num_host_blocks` of host memory take what
+        `preempt="swap"` moves out."""
         from pagegen.integrations.generation import PagedGenerator
 
-        store = self._store(prefix_caching=True)
-        return PagedGenerator(self.model, self.specs, store, variant=self.variant, compile=compile, backend=backend)
+        return PagedGenerator(
+            self.model,
+            self.specs,
+            self._store(prefix_caching=True, num_host_blocks=num_host_blocks),
+            variant=self.variant,
+            compile=compile,
+            backend=backend,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            preempt=preempt,
+        )
 
     def disable(self) -> None:
         """Gives the model back the attention that it had. Paged caches of it are refused from then on."""
         self.model.set_attn_implementation(self._previous)
 
-    def _store(self, *, prefix_caching: bool) -> Any:
+    def _store(self, *, prefix_caching: bool, num_host_blocks: int = 0) -> Any:
         from pagegen.cache import PagedKVCache
 
         spec = self.specs[0]
@@ -74,6 +94,7 @@ class PagedModel:
             dtype=spec.kv_dtype,
             device=self.model.device,
             prefix_caching=prefix_caching,
+            num_host_blocks=num_host_blocks,
         )
 
 

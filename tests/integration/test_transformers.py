@@ -43,6 +43,7 @@ from pagegen import AttentionSpec, CacheLayout, OutOfBlocks
 from pagegen.integrations import smollm2
 from pagegen.integrations.transformers import enable
 from pagegen.ops import attention, plans
+from pagegen.serving import Request, WallClock, replay
 
 SIZE = {
     "vocab_size": 128,
@@ -294,6 +295,61 @@ def test_prompts_wait_for_blocks_and_none_is_lost():
     generator.store.check_invariants()
 
 
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_answers_that_outgrow_the_blocks_are_the_same_after_a_preemption(preempt):
+    model = build(llama)
+    prompts = prompts_of(14, 9, 15, 12)
+    expected = alone(model, prompts, max_new_tokens=24)
+    paged = enable(model, block_size=8, num_blocks=9)  # 2 blocks a prompt at first, 4 to 5 in the end
+    generator = paged.generator(compile=False, preempt=preempt, num_host_blocks=9)
+    heard = [[] for _ in prompts]
+    got = generator.generate(prompts, max_new_tokens=24, on_token=lambda prompt, token: heard[prompt].append(token))
+    assert got == heard == expected
+    assert generator.figures.preemptions > 0
+    assert generator.figures.swap_outs == (generator.figures.preemptions if preempt == "swap" else 0)
+    assert generator.store.stats().used_blocks == 0
+    generator.store.check_invariants()
+
+
+@pytest.mark.parametrize("limits", [{"max_batch_tokens": 7, "max_num_seqs": 3}, {"max_num_seqs": 1}])
+def test_prompts_in_chunks_and_few_at_a_time_get_the_same_tokens(limits, monkeypatch):
+    model = build(gemma3)
+    prompts = prompts_of(5, 33, 17, 40, 1)
+    expected = alone(model, prompts)
+    generator = enable(model, block_size=8).generator(compile=False, **limits)
+    steps, run = [], generator.run
+    monkeypatch.setattr(generator, "run", lambda step: [steps.append(step), run(step)][1])
+    assert generator.generate(prompts, max_new_tokens=12) == expected
+    assert max(step.num_tokens for step in steps) <= limits.get("max_batch_tokens", 2048)
+    assert max(len(step.seq_ids) for step in steps) == limits["max_num_seqs"]
+
+
+def test_figures_and_latencies_are_of_the_last_generation():
+    generator = enable(build(llama), block_size=8).generator(compile=False)
+    assert generator.figures is None
+    for count in (2, 3):
+        generator.generate(prompts_of(*[9] * count), max_new_tokens=4)
+        assert generator.figures.output_tokens == 4 * count and generator.figures.prompt_tokens == 9 * count
+        assert generator.latencies.time_to_first_token_s.count == count
+        assert generator.latencies.inter_token_s.count == 3 * count
+
+
+def test_requests_are_served_as_they_come():
+    model = build(llama)
+    prompts = prompts_of(5, 17, 9)
+    expected = alone(model, prompts, max_new_tokens=6)
+    generator = enable(model, block_size=8).generator(compile=False)
+    requests = [Request(f"r{i}", prompt, 6, arrival_s=0.03 * i) for i, prompt in enumerate(prompts)]
+    outcomes = {o.request.id: o for o in replay(generator.scheduler(), requests, generator.run, WallClock())}
+    assert [outcomes[f"r{i}"].tokens.tolist() for i in range(3)] == expected
+    assert all(o.times.first_token_s > o.request.arrival_s for o in outcomes.values())
+
+
+def test_limits_that_make_no_sense_are_refused_before_anything_is_compiled():
+    with pytest.raises(ValueError, match="max_batch_tokens must be at least 8, got 4"):
+        enable(build(llama), block_size=8).generator(max_num_seqs=8, max_batch_tokens=4)
+
+
 def test_a_prompt_that_can_never_fit_is_refused_before_any_step():
     generator = enable(build(llama), block_size=8, num_blocks=7).generator(compile=False)
     seen = []
@@ -357,12 +413,16 @@ def test_blocks_of_a_step_that_failed_are_never_found_again(monkeypatch):
     prompts = prompts_of(30)
     expected = alone(model, prompts)
     generator = enable(model, block_size=8).generator(compile=False)
+    earlier = prompts_of(17, seed=5)
+    generator.generate(earlier, max_new_tokens=2)
     with monkeypatch.context() as broken:
         broken.setattr(model.model.layers[1].mlp, "forward", lambda x: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generator.generate(prompts, max_new_tokens=12)
     assert generator.generate(prompts, max_new_tokens=12) == expected
     assert generator.store.stats().hit_tokens == 0
+    # what other steps wrote is still there
+    assert generator.generate(earlier, max_new_tokens=2) and generator.store.stats().hit_tokens == 16
 
 
 def test_reset_forgets_what_other_weights_computed():

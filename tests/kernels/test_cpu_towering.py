@@ -13,6 +13,7 @@ from pagegen.modifiers import mask_mod
 from pagegen.targets import cpu
 
 LARGEST = {"int8": 127, "int4": 7}
+QUERIES = [torch.bfloat16, torch.float16]  # multiplied in pairs of bf16, and as bytes, where the CPU has both
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,11 +47,14 @@ def relative_error(q: Tensor, k: Tensor, v: Tensor, kv_dtype: str, **options: An
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("q_dtype", QUERIES)
 @pytest.mark.parametrize("blocks", [4, 40])
-def test_small_weights_beside_an_attention_sink_without_a_value_keep_their_digits(kv_dtype: str, blocks: int) -> None:
+def test_small_weights_beside_an_attention_sink_without_a_value_keep_their_digits(
+    kv_dtype: str, q_dtype: torch.dtype, blocks: int
+) -> None:
     largest = LARGEST[kv_dtype]
     torch.manual_seed(0)
-    q = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
+    q = torch.zeros(1, 8, 128, dtype=q_dtype)
     q[..., 0] = 1
     k = torch.zeros(blocks, 16, 2, 128)
     k[0, 0, :, 0] = largest  # the first token has a logit of 10, all others 0, and its value is 0
@@ -60,8 +64,11 @@ def test_small_weights_beside_an_attention_sink_without_a_value_keep_their_digit
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("q_dtype", QUERIES)
 @pytest.mark.parametrize("outlier", [300.0, 30000.0])
-def test_channels_of_q_beside_a_towering_one_keep_their_digits(kv_dtype: str, outlier: float) -> None:
+def test_channels_of_q_beside_a_towering_one_keep_their_digits(
+    kv_dtype: str, q_dtype: torch.dtype, outlier: float
+) -> None:
     largest = LARGEST[kv_dtype]
     torch.manual_seed(1)
     q = 2 * torch.randn(1, 8, 128)
@@ -70,7 +77,7 @@ def test_channels_of_q_beside_a_towering_one_keep_their_digits(kv_dtype: str, ou
     k[..., 5] = 0
     v = torch.randint(-largest, largest + 1, k.shape)
     scale = torch.tensor(0.1 / largest)
-    assert relative_error(q.bfloat16(), k, v, kv_dtype, k_scale=scale) < 0.01
+    assert relative_error(q.to(q_dtype), k, v, kv_dtype, k_scale=scale) < 0.01
 
 
 def test_tiny_and_huge_scales_do_not_overflow() -> None:

@@ -50,13 +50,15 @@ class BookkeepingOnly:
     def append(self, seq_id, tokens):
         self._copy(self.cache.append(seq_id, tokens))
 
+    def append_each(self, ids, tokens):
+        self._copy(self.cache.append_each(ids, tokens))
+
     def compute(self, ids, ends, tag):
-        sequences = [self.cache.sequence(seq_id) for seq_id in ids]
-        starts = [sequence.computed for sequence in sequences]
+        starts = [self.cache.computed(seq_id) for seq_id in ids]
         if len(ids) == 1:
             self._copy(self.cache.mark_computed(ids[0], ends[0]))
         else:
-            self._copy(self.cache.mark_all_computed(sequences, ends))
+            self._copy(self.cache.mark_all_computed(ids, ends))
         for seq_id, start, end in zip(ids, starts, ends, strict=True):
             blocks = self.cache.block_ids(seq_id)
             for position in range(start, end):
@@ -84,6 +86,9 @@ class WithTensors:
 
     def append(self, seq_id, tokens):
         self.cache.append(seq_id, torch.tensor(tokens, dtype=torch.int32))
+
+    def append_each(self, ids, tokens):
+        self.cache.append_each(ids, tokens)
 
     def compute(self, ids, ends, tag):
         starts = [self.cache.computed(seq_id) for seq_id in ids]
@@ -195,9 +200,16 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(tokens=st.lists(TOKENS, min_size=8, max_size=8))
     def decode(self, tokens):
-        for seq_id, token in zip(sorted(self.model), tokens, strict=False):
-            self.extend(seq_id, [token])
-        self.compute_everything()
+        ids = sorted(self.model)[: len(tokens)]
+        each = list(zip(ids, tokens, strict=False))
+        available = self.available()
+        error = self.attempt(lambda: self.driver.append_each(ids, [token for _, token in each]))
+        if error is None:
+            for seq_id, token in each:
+                self.model[seq_id].tokens.append(token)
+            self.compute_everything()
+        else:
+            assert error.free == available < error.needed <= len(each)
 
     @precondition(lambda self: self.model)
     @rule(tokens=st.lists(TOKENS, min_size=2, max_size=6), data=st.data())
@@ -304,6 +316,7 @@ class CacheMachine(RuleBasedStateMachine):
     def every_sequence_reads_its_own_computed_tokens(self):
         for seq_id, naive in getattr(self, "model", {}).items():
             assert (self.cache.length(seq_id), self.cache.computed(seq_id)) == (len(naive.tokens), naive.computed)
+            assert self.allocator.sequence(seq_id).tokens == naive.tokens
             for position in range(naive.computed):
                 assert self.driver.read(seq_id, position) == self.tag(seq_id, position), (seq_id, position)
 
@@ -319,11 +332,8 @@ def snapshot(allocator):
         list(pool.refs),
         list(pool.free),
         list(pool.cached),
-        {digest: list(node.blocks) for digest, node in pool.index.nodes.items()},
-        {
-            seq_id: (s.tokens.tolist(), s.blocks.tolist(), s.computed, s.indexed, s.context)
-            for seq_id, s in allocator.sequences.items()
-        },
+        {digest: (list(node.blocks), node.users) for digest, node in pool.index.nodes.items()},
+        {seq_id: allocator.sequence(seq_id) for seq_id in allocator.sequences},
         allocator.stats(),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -24,7 +25,7 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(targets, "code_hash", lambda target: "hash-1")
     monkeypatch.setattr(targets, "unsupported", lambda spec, target: None)
     monkeypatch.setattr(targets, "default_variant", lambda spec, layout, target, *, decode: DEFAULT)
-    monkeypatch.setattr(tuner, "KernelBench", lambda *args, **options: found)
+    monkeypatch.setattr(tuner, "IsolatedBench", lambda *args, **options: contextlib.nullcontext(found))
     monkeypatch.setenv("PAGEGEN_DB", str(tmp_path / "default.db"))
     PROFILE.save(tmp_path / "traffic.json")
     monkeypatch.chdir(tmp_path)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pagegen.cache import BlockAllocator, OutOfBlocks, prefix
+from pagegen.cache.admission import known_chain
 from pagegen.cache.prefix import PrefixIndex, block_digest, root_digest
-from pagegen.cache.sequence import TOKEN_BYTES, pack_tokens
+from pagegen.cache.sequence import token_array
 
 
 def computed(allocator, seq_id, tokens, **options):
@@ -119,10 +120,14 @@ def test_without_prefix_caching_nothing_is_found_or_kept():
     assert allocator.stats().free_blocks == 8 and not allocator.pool.index.nodes
 
 
+def named_blocks(allocator):
+    """Blocks that the index knows."""
+    return sum(len(node.blocks) for node in allocator.pool.index.nodes.values())
+
+
 def findable(allocator, tokens):
-    """Leading blocks of `tokens` that the index knows; looking changes nothing."""
-    size = allocator.block_size
-    return len(allocator.pool.index.match(pack_tokens(tokens).tobytes(), b"", size * TOKEN_BYTES, len(tokens) // size))
+    """Leading blocks of `tokens` that a lookup of all of them would find."""
+    return len(known_chain(allocator, token_array([*tokens, 0]), b""))
 
 
 def test_free_blocks_are_taken_before_cached_ones_are_evicted():
@@ -140,7 +145,7 @@ def test_eviction_takes_the_end_of_a_chain_before_its_start():
     for evicted in (1, 2, 3, 4):
         allocator.add(evicted, [90])
         allocator.check_invariants()
-        assert findable(allocator, range(16)) == len(allocator.pool.index.nodes) == 4 - evicted
+        assert findable(allocator, range(16)) == named_blocks(allocator) == 4 - evicted
     with pytest.raises(OutOfBlocks):
         allocator.add("one too many", [90])
 
@@ -184,7 +189,7 @@ def test_a_reused_block_forgets_its_old_hash_at_once():
     allocator.free("a")
     allocator.add("b", range(50, 58))
     allocator.check_invariants()
-    assert not allocator.pool.index.nodes and allocator.pool.index.node_of == [None, None]
+    assert not named_blocks(allocator) and allocator.pool.index.node_of == [None, None]
     allocator.free("b")
     assert known(allocator, range(8)) == 0 and known(allocator, range(50, 58)) == 0
 
@@ -201,15 +206,36 @@ def test_a_truncated_and_rewritten_block_is_found_by_its_new_tokens_only():
     assert known(allocator, range(9)) == 4 and known(allocator, [0, 1, 2, 3, 4, 5, 60, 70, 1]) == 8
 
 
-def test_what_stood_behind_a_rewritten_block_is_forgotten_and_freed():
+def test_what_stood_behind_a_rewritten_block_is_found_again_only_once_that_is_computed_again():
     allocator = BlockAllocator(8, 4)
     computed(allocator, "a", range(16))
     allocator.truncate("a", 6)
-    assert allocator.stats().cached_blocks == 2
     allocator.append("a", [60, 70])
     allocator.check_invariants()
-    assert allocator.stats().cached_blocks == 0 and allocator.stats().free_blocks == 6
-    assert known(allocator, range(16)) == 4
+    assert known(allocator, range(16)) == 4 and allocator.stats().cached_blocks == 2
+    allocator.add("b", range(16))
+    allocator.mark_computed("b", 8)
+    allocator.check_invariants()
+    assert known(allocator, range(16)) == 12
+    for seq_id in "ab":
+        allocator.free(seq_id)
+    allocator.add("filler", range(100, 132))
+    allocator.check_invariants()
+    assert not named_blocks(allocator) and allocator.pool.index.root(b"").latest is None
+
+
+def test_the_index_keeps_nothing_of_what_was_evicted_and_freed():
+    allocator = BlockAllocator(6, 2)
+    for turn in range(20):
+        computed(allocator, turn, [turn, turn, 1, 2, turn], context=bytes([turn % 3]))
+        if turn:
+            allocator.free(turn - 1)
+    assert len(allocator.pool.index.nodes) <= 6 + 3
+    allocator.free(19)
+    allocator.add("filler", range(12))
+    assert list(allocator.pool.index.nodes) == [root_digest(b"")]
+    allocator.free("filler")
+    assert not allocator.pool.index.nodes
 
 
 def test_a_block_found_by_another_is_copied_when_its_first_owner_rewrites_it():
@@ -323,3 +349,13 @@ def test_what_a_truncation_gave_back_is_evicted_from_its_end():
     allocator.check_invariants()
     allocator.add("b", [90])
     assert findable(allocator, range(16)) == 3
+
+
+@pytest.mark.parametrize(("most_cached", "cached"), [(None, 8), (9, 8), (8, 8), (7, 4), (3, 0), (0, 0)])
+def test_no_more_is_taken_as_cached_than_the_caller_allows(most_cached, cached):
+    allocator = BlockAllocator(8, 4)
+    computed(allocator, "a", range(10))
+    assert allocator.add("b", range(10), most_cached=most_cached) == cached == allocator.computed("b")
+    allocator.check_invariants()
+    with pytest.raises(ValueError, match="most_cached must be at least 0, got -1"):
+        allocator.add("c", range(10), most_cached=-1)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagegen.cache.batch import _prefix_groups
+from pagegen.cache.sharing import prefix_groups
 
 Groups = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -21,7 +21,7 @@ def groups_of(rows: list[list[int]]) -> Groups:
     table = np.zeros((len(rows), width), dtype=np.int32)
     for i, row in enumerate(rows):
         table[i, : len(row)] = row
-    return _prefix_groups(table, np.array([len(row) for row in rows], dtype=np.int64))
+    return prefix_groups(table, np.array([len(row) for row in rows], dtype=np.int64))
 
 
 def saved(groups: Groups) -> int:

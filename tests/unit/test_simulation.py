@@ -8,8 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pagegen_autotune import load as load_module
 from pagegen_autotune.load import offered
+from pagegen_autotune.prompts import prompt_of
 from pagegen_autotune.simulation import BLOCK_TOKENS, Server, Simulation, Step, cache_tokens
-from pagegen_autotune.trace import Trace
+from pagegen_autotune.trace import Trace, read_trace
+from serving_fakes import ContentCache, FakeModel, TickingClock
+
+from pagegen.serving import Request, Scheduler, replay
 
 # times that are sums of powers of two are exact, so that two orders of adding them up agree
 EXACT = {"base_s": 2**-6, "prefill_token_s": 2**-13, "context_token_s": 2**-20, "seq_s": 2**-15}
@@ -41,8 +45,8 @@ def cases(draw):
     return trace(requests, None if ticks is None else [tick / 1024 for tick in sorted(ticks)]), server
 
 
-def run(requests, server):
-    simulation = Simulation(requests, server)
+def run(requests, server, **options):
+    simulation = Simulation(requests, server, **options)
     return simulation, list(simulation.steps())
 
 
@@ -122,16 +126,20 @@ def test_steps_are_those_of_a_simulator_that_takes_them_one_by_one(case):
 @given(cases())
 def test_every_request_ends_with_all_its_tokens_or_is_rejected(case):
     requests, server = case
-    simulation, steps = run(requests, server)
-    ended = sorted([sequence.request for sequence in simulation.finished] + simulation.rejected)
-    assert ended == list(range(len(requests)))
+    outcomes = []
+    simulation, steps = run(requests, server, on_end=outcomes.append)
+    ended = sorted([outcome.request.id for outcome in outcomes] + simulation.rejected)
+    assert ended == list(range(len(requests))) and simulation.finished == len(outcomes)
     needed = 0
-    for sequence in simulation.finished:
-        assert sequence.generated == max(sequence.output, 1)
-        assert sequence.computed == cache_tokens(sequence.prompt, sequence.output)
-        needed += sequence.computed
-    assert sum(batch.total_q for batch in one_by_one(steps)) == needed + simulation.recomputed_tokens
-    assert (simulation.recomputed_tokens > 0) <= (simulation.preemptions > 0)
+    for outcome in outcomes:
+        prompt, output = requests.prompt_tokens[outcome.request.id], requests.output_tokens[outcome.request.id]
+        assert outcome.output_tokens == max(output, 1) == 1 + sum(outcome.times.gap_counts)
+        needed += cache_tokens(prompt, output)
+    counters = simulation.scheduler.counters
+    batches = one_by_one(steps)
+    assert sum(batch.total_q for batch in batches) == needed + counters.recomputed_tokens == counters.computed_tokens
+    assert len(batches) == counters.steps
+    assert (counters.recomputed_tokens > 0) <= (counters.preemptions > 0)
     for request in simulation.rejected:
         assert (
             cache_tokens(requests.prompt_tokens[request], requests.output_tokens[request]) > server.kv_tokens // 16 * 16
@@ -149,10 +157,95 @@ def test_no_step_exceeds_memory_token_budget_or_slots(case):
             assert batch.total_q <= server.max_batch_tokens
             assert sum(-(-n // BLOCK_TOKENS) * BLOCK_TOKENS for n in batch.context_lens) <= server.kv_tokens
             assert all(1 <= q <= n for q, n in zip(batch.query_lens, batch.context_lens, strict=True))
-        assert simulation.free_blocks >= 0
-        assert all(s.computed <= s.blocks * BLOCK_TOKENS for s in simulation.running)
-        assert simulation.free_blocks + sum(s.blocks for s in simulation.running) == server.num_blocks
-    assert simulation.free_blocks == server.num_blocks and not simulation.waiting
+        simulation.cache.check_invariants()
+    assert simulation.cache.free_blocks == server.num_blocks and not simulation.scheduler.waiting
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_a_real_run_takes_the_steps_of_the_simulation(case):
+    """The same requests with tokens, real bookkeeping and a model, under a clock set forward by the same step times."""
+    requests, server = case
+    _, simulated = run(requests, server)
+    cache = ContentCache(server.num_blocks, BLOCK_TOKENS, prefix_caching=False)
+    scheduler = Scheduler(cache, max_num_seqs=server.max_num_seqs, max_batch_tokens=server.max_batch_tokens)
+    model, clock, taken = FakeModel(cache), TickingClock(), []
+
+    def compute(step):
+        taken.append((step.context_lens, step.query_lens))
+        clock.time_s += server.step_s(
+            prefill_tokens=sum(query for query in step.query_lens if query > 1),
+            context_tokens=sum(step.context_lens),
+            num_seqs=len(step.seq_ids),
+        )
+        return model(step)
+
+    arrivals = [0.0] * len(requests) if requests.arrival_s is None else requests.arrival_s.tolist()
+    sizes = list(zip(requests.prompt_tokens.tolist(), requests.output_tokens.tolist(), arrivals, strict=True))
+    fitting = [
+        Request(i, range(prompt), max(output, 1), arrival_s=arrival)
+        for i, (prompt, output, arrival) in enumerate(sizes)
+        if -(-cache_tokens(prompt, output) // BLOCK_TOKENS) <= server.num_blocks
+    ]
+    for _ in replay(scheduler, fitting, compute, clock):
+        pass
+    assert taken == [(load.context_lens, load.query_lens) for load in one_by_one(simulated)]
+
+
+def test_latencies_of_a_simulation_are_those_of_its_steps():
+    server = Server(base_s=1.0, prefill_token_s=0.0, context_token_s=0.25, seq_s=0.0)
+    ended = []
+    run(trace([(4, 3)], [10.0]), server, on_end=ended.append)
+    times = ended[0].times
+    assert times.time_to_first_token_s == 1 + 4 / 4
+    assert sum(times.gap_counts) == 2 and times.end_to_end_s == 2 + (1 + 5 / 4) + (1 + 6 / 4)
+    assert sum(gap * count for gap, count in zip(times.gaps_s, times.gap_counts, strict=True)) == 4.75
+
+
+def shared_prompts():
+    """Two conversations of two turns: the second turn repeats the first's 32 tokens."""
+    sizes = trace([(32, 4), (32, 4), (80, 4), (80, 4)], [0.0, 1.0, 50.0, 51.0])
+    runs = (((0, 1),), ((2, 3),), ((0, 1), (7, 9)), ((2, 3), (10, 12)))
+    return Trace(
+        arrival_s=sizes.arrival_s,
+        prompt_tokens=sizes.prompt_tokens,
+        output_tokens=sizes.output_tokens,
+        prefix_runs=runs,
+    )
+
+
+def test_prompts_share_what_the_trace_says_only_where_that_is_asked_for():
+    def hits(**options):
+        ended = []
+        simulation, _ = run(shared_prompts(), Server(), on_end=ended.append, **options)
+        return [outcome.hit_tokens for outcome in ended], simulation.scheduler.counters.computed_tokens
+
+    assert hits(prefix_block_tokens=16) == ([0, 0, 32, 32], 64 + 2 * 48 + 4 * 3)
+    assert hits() == ([0, 0, 0, 0], 64 + 2 * 80 + 4 * 3)
+
+
+def test_a_trace_keeps_its_prefixes_if_asked_in_order_of_arrival(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,prefix_hash_ids\n5,32,1,7-8\n1,16,1,\n2,40,1,0 4\n")
+    assert read_trace(path).prefix_runs is None
+    kept = read_trace(path, keep_prefixes=True)
+    assert kept.prefix_runs == ((), ((0, 0), (4, 4)), ((7, 8),))
+    assert kept.take(np.array([2, 0]), None).prefix_runs == (((7, 8),), ())
+
+
+def test_prefixes_that_were_not_kept_are_asked_for():
+    with pytest.raises(ValueError, match="prefix_block_tokens needs a trace read with keep_prefixes=True"):
+        Simulation(trace([(5, 5)]), Server(), prefix_block_tokens=16)
+
+
+def test_prompts_agree_exactly_as_far_as_their_ids_do():
+    long = prompt_of(((5, 6), (9, 9)), 0, 40, 16)
+    assert (
+        len(long) == 40 and long[:32] == prompt_of(((5, 6),), 1, 32, 16) and long[32:] == prompt_of(((9, 9),), 2, 8, 16)
+    )
+    # what no id names is nobody else's; an id of 64 bits is taken as well
+    assert prompt_of((), 3, 5, 16) != prompt_of((), 4, 5, 16)
+    assert prompt_of(((2**64 - 1, 2**64 - 1),), 5, 2, 16).tolist() == [2**31 - 1] * 2
 
 
 def test_simulation_is_deterministic():
@@ -183,24 +276,26 @@ def test_decodes_go_on_while_a_prompt_is_prefilled():
 
 def test_the_last_admitted_is_preempted_and_ends_later():
     # two requests grow to 3 blocks each, the memory holds 5
-    simulation, steps = run(trace([(16, 33), (16, 33)]), Server(max_num_seqs=2, kv_tokens=80))
-    assert simulation.preemptions == 1
-    assert [sequence.request for sequence in simulation.finished] == [0, 1]
+    ended = []
+    requests = trace([(16, 33), (16, 33)])
+    simulation, steps = run(requests, Server(max_num_seqs=2, kv_tokens=80), on_end=ended.append)
+    assert simulation.scheduler.counters.preemptions == 1
+    assert [outcome.request.id for outcome in ended] == [0, 1]
     # it had prompt and 16 outputs' tokens in the cache when the other needed a third block
-    assert simulation.recomputed_tokens == 32
+    assert simulation.scheduler.counters.recomputed_tokens == 32
     assert (33,) in [w.query_lens for w in one_by_one(steps)]
 
 
 @pytest.mark.parametrize("request_", [(10**6, 5), (5, 10**6)])
 def test_request_larger_than_memory_is_rejected_and_the_rest_goes_on(request_):
     simulation, _ = run(trace([request_, (40, 2), request_]), Server(kv_tokens=64, max_num_seqs=2))
-    assert simulation.rejected == [0, 2] and len(simulation.finished) == 1
+    assert simulation.rejected == [0, 2] and simulation.finished == 1
 
 
 def test_millions_of_output_tokens_cost_little_work():
     simulation, steps = run(trace([(10, 2**24)] * 4), Server(kv_tokens=2**27))
     assert sum(step.count for step in steps) == 2**24 and len(steps) < 100
-    assert len(simulation.finished) == 4
+    assert simulation.finished == 4
 
 
 def test_idle_time_between_requests_takes_no_steps():
@@ -243,7 +338,7 @@ def test_load_is_scaled_so_that_the_server_is_neither_idle_nor_overloaded(rate):
     server = Server(max_num_seqs=16)
     load = offered(poisson(3000, rate), server, utilisation=0.8, rate_scale=None, seed=0)
     simulation = Simulation(load.trace, server)
-    queued = [len(simulation.waiting) for _ in simulation.steps()]
+    queued = [simulation.scheduler.waiting for _ in simulation.steps()]
     arrival_rate = (len(load.trace) - 1) / load.trace.duration_s
     assert arrival_rate == pytest.approx(0.8 * load.capacity_per_s, rel=0.05)
     assert np.median(queued) < 5

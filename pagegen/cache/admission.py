@@ -1,0 +1,94 @@
+"""Admitting a sequence: what of it is cached already, what it needs besides, and taking both."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagegen.cache.growth import write_tokens
+from pagegen.cache.prefix import Node
+from pagegen.cache.sequence import TOKEN_BYTES, Packed, SequenceState, token_sum
+from pagegen.cache.table import Blocks
+from pagegen.cache.window import cached_blocks, first_seen_block
+
+if TYPE_CHECKING:
+    from pagegen.cache.allocator import BlockAllocator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What admitting takes: the first `cached` blocks need not be computed; of them, those from `first` on are still
+    seen and taken over (`shared`); `fresh` more are needed, and `free` can be had for them."""
+
+    cached: int
+    first: int
+    shared: Blocks
+    last: Node | None
+    fresh: int
+    free: int
+
+
+def known_chain(
+    allocator: BlockAllocator, packed: Packed, context: bytes, most_cached: int | None = None
+) -> list[Node]:
+    """The index nodes of the full blocks at the start of `packed`: of the first `most_cached` tokens, and never of the
+    last, which is left to compute."""
+    if not isinstance(context, bytes):
+        raise TypeError(f"context must be bytes, got {type(context).__name__} {context!r}")
+    limit = (len(packed) - 1) // allocator.block_size if allocator.prefix_caching and len(packed) else 0
+    if most_cached is not None:
+        limit = min(limit, most_cached // allocator.block_size)
+    index = allocator.pool.index
+    root = index.root(context) if limit else None
+    if root is None:
+        return []
+    gaps = allocator.window is not None
+    return index.walk(root, packed.tobytes(), allocator.block_size * TOKEN_BYTES, limit, through_gaps=gaps)
+
+
+def plan(allocator: BlockAllocator, chain: list[Node], num_tokens: int) -> Admission:
+    """How a sequence of `num_tokens` tokens that begins like `chain` would be admitted now."""
+    size, window, pool = allocator.block_size, allocator.window, allocator.pool
+    cached = len(chain) if window is None else cached_blocks(chain, size, window)
+    first = first_seen_block(cached * size, size, window)
+    shared: Blocks = np.array([node.blocks[0] for node in chain[first:cached]], dtype=np.int32)
+    # a cached block that is hit can no longer be evicted to make room
+    revived = len(shared) - int(np.count_nonzero(pool.refs[shared]))
+    return Admission(
+        cached=cached,
+        first=first,
+        shared=shared,
+        last=chain[cached - 1] if cached else None,
+        fresh=allocator.table.blocks_for(num_tokens) - cached,
+        free=max(0, pool.available - revived - allocator.watermark),
+    )
+
+
+def admit(allocator: BlockAllocator, seq_id: Hashable, packed: Packed, context: bytes, found: Admission) -> int:
+    """Makes `packed` a sequence as `found` has it, and returns how many of its tokens are cached."""
+    pool, table = allocator.pool, allocator.table
+    pool.acquire(found.shared)
+    fresh = pool.take(found.fresh)
+    state = SequenceState(seq_id, context)
+    if found.last is not None:
+        state.node = found.last
+        found.last.users += 1
+    elif allocator.prefix_caching:
+        state.node = pool.index.enter_root(context)
+    row = table.claim(state)
+    table.reserve(found.cached + found.fresh)
+    table.blocks[row, found.first : found.cached] = found.shared
+    table.blocks[row, found.cached : found.cached + found.fresh] = fresh
+    cached = found.cached * allocator.block_size
+    table.lengths[row] = len(packed)
+    table.computed[row] = table.announced[row] = cached
+    table.indexed[row] = found.cached
+    table.released[row] = found.first
+    write_tokens(allocator, row, cached, packed[cached:])
+    first = found.first * allocator.block_size
+    table.add_to_sum(row, token_sum(first, packed[first:cached]))
+    allocator.sequences[seq_id] = state
+    return cached

@@ -1,0 +1,233 @@
+"""A step: what is about to be computed is owned, counts as computed, and gets its names; or the step is abandoned."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pagegen.cache.growth import BlockPairs, copies_needed, own_block
+from pagegen.cache.prefix import Node
+from pagegen.cache.sequence import TOKEN_BYTES, Ints, SequenceState, integer
+from pagegen.cache.window import first_seen_block, release_unseen
+
+if TYPE_CHECKING:
+    from pagegen.cache.allocator import BlockAllocator
+
+_NONE: Ints = np.zeros(0, dtype=np.int64)
+
+
+class Work(NamedTuple):
+    """What a step computes: where each row starts, and the blocks it writes that others refer to or find, as places in
+    the rows and indices of blocks."""
+
+    starts: Ints
+    places: Ints
+    indices: Ints
+
+
+def ends_of(allocator: BlockAllocator, rows: Ints, lengths: Sequence[int] | None) -> Ints:
+    """How far `rows` are computed once they are up to `lengths`; None stands for all that there is of each. Raises
+    ValueError or TypeError for a wrong one."""
+    most: Ints = allocator.table.lengths.take(rows)
+    if lengths is None:
+        return most
+    if len(lengths) != len(rows):
+        raise ValueError(f"lengths must be one a sequence ({len(rows)}), got {len(lengths)}")
+    for length, at_most in zip(lengths, most.tolist(), strict=True):
+        integer("length", length, 0, at_most)
+    ends: Ints = np.maximum(np.array(lengths, dtype=np.int64), allocator.table.computed.take(rows))
+    return ends
+
+
+def plan(allocator: BlockAllocator, rows: Ints, ends: Ints) -> Work:
+    """What computing `rows` up to `ends`, or as far as they are, takes. Raises OutOfBlocks where it lacks blocks for
+    its copies."""
+    table, pool = allocator.table, allocator.pool
+    starts = table.computed.take(rows)
+    if not table.any_sharing(rows):
+        return Work(starts, _NONE, _NONE)
+    first = starts // table.block_size
+    counts = np.where(ends > starts, (ends - 1) // table.block_size - first + 1, 0)
+    places, indices = _spread(np.arange(len(rows)), first, counts)
+    blocks = table.blocks[rows[places], indices]
+    unowned = (pool.refs.take(blocks) != 1) | pool.index.named.take(blocks)
+    pool.require(copies_needed(allocator, blocks[unowned]))
+    return Work(starts, places[unowned], indices[unowned])
+
+
+def announce(allocator: BlockAllocator, rows: Ints, ends: Ints) -> BlockPairs:
+    """The tokens of `rows` before `ends`, at least those already computed, are about to be computed: either all or, on
+    OutOfBlocks, none. Returns the pairs to copy first."""
+    table = allocator.table
+    starts, places, indices = plan(allocator, rows, ends)
+    pairs: BlockPairs = []
+    for place, index in zip(places.tolist(), indices.tolist(), strict=True):
+        pair = own_block(allocator, rows.item(place), index)
+        if index * table.block_size < starts.item(place):  # else nothing of the block is kept
+            pairs += pair
+    if table.sharing:  # what a row wrote up to its end is its own
+        table.sharing.difference_update(rows[(starts < ends) & (ends == table.lengths.take(rows))].tolist())
+    table.announced[rows] = starts
+    table.computed[rows] = ends
+    if allocator.prefix_caching:
+        name_blocks(allocator, rows, ends // table.block_size)
+    release_unseen(allocator, rows, starts)
+    return pairs
+
+
+def announce_one(allocator: BlockAllocator, row: int, end: int) -> BlockPairs:
+    """`announce` of a single row."""
+    table = allocator.table
+    start = table.computed.item(row)
+    if row in table.sharing or allocator.window is not None:
+        return announce(allocator, np.array([row]), np.array([max(start, end)]))
+    table.announced[row] = start
+    if end > start:
+        table.computed[row] = end
+        if allocator.prefix_caching and end // table.block_size > table.indexed.item(row):
+            name_blocks(allocator, np.array([row]), np.array([end // table.block_size]))
+    return []
+
+
+def name_blocks(allocator: BlockAllocator, rows: Ints, full: Ints) -> None:
+    """Offers the blocks of `rows` before `full`, now computed, to the prefix index, in order."""
+    table, pool = allocator.table, allocator.pool
+    indexed = table.indexed.take(rows)
+    behind = (full > indexed).nonzero()[0]
+    if not len(behind):
+        return
+    rows, first = rows[behind], indexed[behind]
+    counts = full[behind] - first
+    writers, indices = (rows, first) if counts.max() == 1 else _spread(rows, first, counts)
+    blocks = table.blocks[writers, indices]
+    packed, size, start = pool.tokens[blocks].tobytes(), allocator.block_size * TOKEN_BYTES, 0
+    ids = blocks.tolist()
+    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+        state = table.states[row]
+        assert state is not None  # the table has a state for each row in use
+        node, i, end = state.node, start, start + count
+        while node is not None and i < end:
+            child = pool.name(node, packed[i * size : (i + 1) * size], ids[i])
+            if child is None:
+                break
+            node, i = child, i + 1
+        if node is not None and state.node is not None and i > start:
+            state.node.users -= 1  # the nodes behind it need it from here on
+            state.node = node
+            node.users += 1
+            table.indexed[row] += i - start
+        start = end
+
+
+def _spread(values: Ints, first: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """`counts[i]` times values[i] for each i, and with it first[i], first[i] + 1, ..."""
+    repeated = np.repeat(values, counts)
+    return repeated, np.arange(len(repeated)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+
+
+def stand_on(allocator: BlockAllocator, state: SequenceState, node: Node | None) -> None:
+    """Makes `node` the last named block of a sequence."""
+    left, state.node = state.node, node
+    if node is not None:
+        node.users += 1
+    if left is not None:
+        allocator.pool.index.leave(left)
+
+
+def step_back(allocator: BlockAllocator, row: int, length: int) -> None:
+    """Takes back what a row computed and offered behind `length`."""
+    table, state = allocator.table, allocator.table.states[row]
+    for column in (table.computed, table.announced):
+        column[row] = min(column.item(row), length)
+    indexed = min(table.indexed.item(row), length // allocator.block_size)
+    if state is not None and indexed < table.indexed.item(row):
+        node = state.node
+        for _ in range(table.indexed.item(row) - indexed):
+            node = None if node is None else node.parent
+        stand_on(allocator, state, node)
+        table.indexed[row] = indexed
+
+
+def plan_abandon(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> dict[Hashable, int]:
+    """How much of each sequence remains computed if those of `lengths` wrote nothing behind that: of them, and of
+    whoever refers to a block that they were to write. Raises ValueError where a window gave back what computing again
+    would see."""
+    table, size = allocator.table, allocator.block_size
+    found: dict[Hashable, int] = {}
+    pending = list(lengths.items())
+    while pending:
+        seq_id, length = pending.pop()
+        row = allocator.sequences[seq_id].row
+        before = found.get(seq_id, table.computed.item(row))
+        if length >= before:
+            continue
+        found[seq_id] = length
+        if allocator.sequences[seq_id].host is not None:
+            continue
+        for place in range(length // size, table.blocks_for(before)):
+            block = table.blocks.item(row, place)
+            if allocator.pool.refs.item(block) > 1:
+                pending += [(other, max(length, place * size)) for other in table.holders(place, block)]
+    for seq_id, length in _swapped_out_behind(allocator, written_behind(allocator, found)).items():
+        found[seq_id] = min(length, found.get(seq_id, length))
+    gone = [
+        seq_id
+        for seq_id, length in found.items()
+        if table.released.item(allocator.sequences[seq_id].row) > first_seen_block(length, size, allocator.window)
+    ]
+    if gone:
+        raise ValueError(
+            f"abandon needs what the window of {allocator.window} tokens gave back of {gone}, which would have to "
+            "compute it again: free those first"
+        )
+    return found
+
+
+def take_back(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> None:
+    """Takes back what the sequences of `lengths`, as `plan_abandon` found them, computed behind that: nobody finds it,
+    nor what was computed on top of it."""
+    index, table = allocator.pool.index, allocator.table
+    written = written_behind(allocator, lengths)
+    for seq_id, length in lengths.items():
+        row = allocator.sequences[seq_id].row
+        step_back(allocator, row, length)
+        table.sharing.add(row)
+        table.reshape(row)
+    tainted = [index.remove(block) for block in written if index.named.item(block)]
+    allocator.pool.forget_behind(tainted)
+    for state in allocator.sequences.values():  # what they computed rightly gets new names with their next step
+        node, indexed = state.node, table.indexed.item(state.row)
+        while node is not None and not node.known:
+            node, indexed = node.parent, indexed - 1
+        if indexed >= table.released.item(state.row):
+            stand_on(allocator, state, node)
+            table.indexed[state.row] = indexed
+    for node in tainted:
+        index.prune(node)
+
+
+def written_behind(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> list[int]:
+    """The blocks in which sequences on the device have computed tokens behind `lengths`."""
+    table, found = allocator.table, dict[int, None]()
+    for seq_id, length in lengths.items():
+        state = allocator.sequences[seq_id]
+        if state.host is None:
+            last = table.blocks_for(table.computed.item(state.row))
+            found.update(dict.fromkeys(table.blocks[state.row, length // table.block_size : last].tolist()))
+    return list(found)
+
+
+def _swapped_out_behind(allocator: BlockAllocator, blocks: list[int]) -> dict[Hashable, int]:
+    """The sequences in host blocks that had found any of `blocks`, and how much remains of each."""
+    tainted = {allocator.pool.index.node_of[block] for block in blocks} - {None}
+    lengths: dict[Hashable, int] = {}
+    for seq_id, state in allocator.sequences.items() if tainted else ():
+        node, count = state.node, allocator.table.indexed.item(state.row)
+        while state.host is not None and node is not None and count:
+            count -= 1
+            if node in tainted:
+                lengths[seq_id] = count * allocator.block_size
+            node = node.parent
+    return lengths

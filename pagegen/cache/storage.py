@@ -1,0 +1,95 @@
+"""`BlockStorage`: the memory of the blocks, in all layers, on the device and swapped out to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagegen.cache.growth import BlockPairs
+from pagegen.spec import CacheLayout
+from pagegen.targets.huge_pages import huge_memory
+
+
+class BlockStorage:
+    """`num_blocks` blocks in each of `num_layers` layers, keys and values apart, and `num_host_blocks` of host memory.
+
+    `pools` are the two flat tensors of the device; `keys` and `values` view them as [num_layers * num_blocks,
+    block_size, num_kv_heads, head_dim], block b of layer l at l * num_blocks + b.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        layout: CacheLayout,
+        num_kv_heads: int,
+        head_dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        elements = [layout.block_size * num_kv_heads * head_dim for head_dim in head_dims]  # of a block
+        k_pool, v_pool = (_zeros(num_layers * num_blocks * count, dtype, device) for count in elements)
+        self.pools = (k_pool, v_pool)
+        self.keys = layout.view(k_pool, num_kv_heads, head_dims[0])
+        self.values = layout.view(v_pool, num_kv_heads, head_dims[1])
+        # by layer, block and byte: what is swapped is moved as it lies, whatever its dtype and order
+        self._bytes = [pool.view(torch.uint8).view(num_layers, num_blocks, -1) for pool in self.pools]
+        self._host = [
+            torch.zeros(
+                num_layers,
+                num_host_blocks,
+                each.shape[-1],
+                dtype=torch.uint8,
+                pin_memory=device.type == "cuda" and num_host_blocks > 0,
+            )
+            for each in self._bytes
+        ]
+
+    def copy(self, pairs: BlockPairs) -> None:
+        """Copies (source, target) blocks in all layers, keys and values, in one call."""
+        if not pairs:
+            return
+        first_blocks = torch.arange(self.num_layers)[:, None, None] * self.num_blocks
+        every_layer = (first_blocks + torch.tensor(pairs)).reshape(-1, 2)
+        torch.ops.pagegen.copy_blocks(self.keys, self.values, every_layer.to(self.keys.device))
+
+    def to_host(self, pairs: BlockPairs) -> None:
+        """Copies device blocks to host blocks, by (device block, host block); done when it returns."""
+        if pairs:
+            blocks, places = _columns(pairs)
+            on_device = blocks.to(self.keys.device)
+            for device, host in self._layers():
+                host[places] = device[on_device].to("cpu")
+
+    def from_host(self, pairs: BlockPairs) -> None:
+        """Copies host blocks to device blocks, by (device block, host block); done when it returns."""
+        if pairs:
+            blocks, places = _columns(pairs)
+            on_device = blocks.to(self.keys.device)
+            for device, host in self._layers():
+                device[on_device] = host[places].to(device.device)
+
+    def _layers(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values in bytes, on the device and on the host: a layer at a time keeps what the copies
+        need besides small."""
+        return [
+            (device[layer], host[layer])
+            for device, host in zip(self._bytes, self._host, strict=True)
+            for layer in range(self.num_layers)
+        ]
+
+
+def _columns(pairs: BlockPairs) -> tuple[Tensor, Tensor]:
+    blocks, places = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+    return blocks, places
+
+
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return huge_memory(size * dtype.itemsize).view(dtype)

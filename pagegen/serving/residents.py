@@ -1,0 +1,171 @@
+"""`Residents`: the sequences in the cache: who is let in, who grows, and who has to give way."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pagegen.cache import OutOfBlocks
+from pagegen.cache.sequence import integer
+from pagegen.serving.caches import ServableCache, groups_of
+from pagegen.serving.figures import Counters
+from pagegen.serving.job import Job
+from pagegen.serving.waiting import PROMPT_TOKEN_COST, WaitingLine
+
+Preempt = Literal["recompute", "swap"]
+Rows = list[tuple[Job, int]]  # of a step: a sequence, and how many of its tokens are computed
+
+# How often a request gives way to better priorities before it takes theirs.
+SETBACKS_BORNE = 3
+
+
+class Residents:
+    """The jobs in `cache`, in order of admission. `pagegen.serving.scheduler` states the policy."""
+
+    def __init__(
+        self, cache: ServableCache, line: WaitingLine, counters: Counters, *, lookahead: int, preempt: Preempt
+    ) -> None:
+        if preempt not in get_args(Preempt):
+            raise ValueError(f"preempt must be one of {', '.join(map(repr, get_args(Preempt)))}, got {preempt!r}")
+        self.cache = cache
+        self.groups = groups_of(cache)
+        self.jobs: list[Job] = []
+        self._line = line
+        self._counters = counters
+        self._lookahead = integer("lookahead", lookahead, 0)
+        self._preempt_by = preempt
+        self._blocked: Job | None = None  # the head of the line found not to fit, until that may have changed
+        self._admitted = 0
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether nobody can be admitted until somebody comes or goes."""
+        return self._line.is_settled and self._line.head() is self._blocked
+
+    def grow(self) -> bool:
+        """Makes room for each decoding sequence's last token; returns whether somebody had to give way for it."""
+        growing = [job for job in self.jobs if job.unfed]
+        preempted = False
+        while growing:
+            try:
+                self.cache.append_each([job.id for job in growing], [job.last_token for job in growing])
+            except OutOfBlocks:
+                victim = max(self.jobs, key=lambda job: (job.level, job.ticket))
+                self._preempt(victim, min(job.level for job in growing))
+                growing = [job for job in growing if job is not victim]
+                preempted = True
+                continue
+            for job in growing:
+                job.unfed = 0
+            break
+        return preempted
+
+    def spend(self, rows: Rows, budget: int, now_s: float, *, max_num_seqs: int, in_turn: bool) -> None:
+        """Spends what is left of a step's budget: by priority, and in each on prompts being computed before on waiting
+        requests; `in_turn` on the prompts in order of admission. Admits nobody where `max_num_seqs` is 0."""
+        prompts = [job for job in self.jobs if job.pending > 1]
+        for job in prompts if in_turn else sorted(prompts, key=lambda job: job.level):
+            if not in_turn:
+                budget = self._admit(rows, budget, now_s, max_num_seqs, better_than=job.level)
+            if not budget:
+                return
+            rows.append((job, min(job.pending, budget)))
+            budget -= rows[-1][1]
+        self._admit(rows, budget, now_s, max_num_seqs)
+
+    def _admit(self, rows: Rows, budget: int, now_s: float, max_num_seqs: int, better_than: int | None = None) -> int:
+        """Lets in the head of the line while budget, a place and blocks for it are free; returns the budget left."""
+        while budget and len(self.jobs) < max_num_seqs:
+            job = self._line.head()
+            # alone it fits, once whatever else was in the cache is gone
+            if job is None or (job is self._blocked and self.jobs):
+                break
+            if better_than is not None and job.level >= better_than:
+                break
+            if not self._fits(job):
+                self._blocked = job
+                break
+            self._line.admit(job)
+            self._enter(job, now_s)
+            rows.append((job, min(job.pending, budget)))
+            budget -= rows[-1][1]
+        return budget
+
+    def look_at_head(self) -> None:
+        """Finds out whether the head of the line is blocked, without letting it in."""
+        head = self._line.head()
+        self._blocked = None if head is None or self._fits(head) else head
+
+    def look_again(self) -> None:
+        """Somebody came or went, or can be found by prefix: the head of the line may fit now."""
+        self._blocked = None
+
+    def leave(self) -> None:
+        """Takes out the jobs that are gone."""
+        self.jobs = [job for job in self.jobs if not job.gone]
+        self._blocked = None
+
+    def _fits(self, job: Job) -> bool:
+        """Whether the cache has room for all tokens known and the look-ahead, but no more than it may come to need."""
+        ahead = min(self._lookahead, job.request.most_tokens - job.known)
+        if job.swapped:  # as if none of its blocks were shared: then the last token has room besides
+            return self.cache.can_admit(job.known, lookahead=ahead)
+        return self.cache.can_admit(job.known, tokens=job.tokens(), context=job.context, lookahead=ahead)
+
+    def _enter(self, job: Job, now_s: float) -> None:
+        if job.swapped:
+            self._swap_in(job)
+        else:
+            hits = self.cache.add(job.id, job.tokens(), context=job.context)
+            job.pending = job.known - hits
+            if job.admitted_s is None:
+                job.hit_tokens = hits
+                self._counters.hit_tokens += hits
+                self._line.charge(job.tenant, job.pending * PROMPT_TOKEN_COST)
+            else:
+                self._counters.recomputed_tokens += max(0, job.lost - hits)
+        if job.admitted_s is None:
+            job.admitted_s = now_s
+        job.resident = True
+        job.ticket = self._admitted
+        self._admitted += 1
+        self.jobs.append(job)
+
+    def _preempt(self, victim: Job, level: int) -> None:
+        """Sends `victim` back to the line so that sequences of `level` at best can grow."""
+        self.jobs.remove(victim)
+        victim.resident = False
+        victim.preemptions += 1
+        self._counters.preemptions += 1
+        if self._preempt_by != "swap" or not self._swap_out(victim):
+            self.cache.free(victim.id)
+            victim.lost = victim.known - victim.pending
+            victim.pending, victim.unfed = victim.known, 0
+        if level < victim.level:
+            victim.setbacks += 1
+            if victim.setbacks == SETBACKS_BORNE:
+                victim.level, victim.setbacks = level, 0
+        self._line.put_back(victim)
+
+    def _swap_out(self, job: Job) -> bool:
+        """Moves a sequence to host memory. False where that has no room."""
+        before = self._host_available()
+        try:
+            self.cache.swap_out(job.id)
+        except OutOfBlocks:
+            return False
+        job.swapped = True
+        self._counters.swap_outs += 1
+        self._counters.swapped_out_blocks += before - self._host_available()
+        return True
+
+    def _swap_in(self, job: Job) -> None:
+        before = self._host_available()
+        self.cache.swap_in(job.id)
+        self._counters.swapped_in_blocks += self._host_available() - before
+        job.swapped = False
+        if job.unfed:
+            self.cache.append_each([job.id], [job.last_token])
+            job.unfed = 0
+
+    def _host_available(self) -> int:
+        return sum(group.host_available for group in self.groups)

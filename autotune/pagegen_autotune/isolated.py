@@ -22,8 +22,8 @@ from pagegen_autotune.measure import Bench, CandidateFailed, KernelBench, Verdic
 
 # A check compiles (the C++ compiler is given 120 s, a Triton kernel takes seconds) and runs two batches; a sample runs
 # for milliseconds, at most a second or two where a long prefill meets a slow kernel.
-START_LIMIT_S, CHECK_LIMIT_S, SAMPLE_LIMIT_S = 300.0, 180.0, 30.0
-ENDING_S = 10.0  # from its closed connection to the end of a process
+_START_LIMIT_S, CHECK_LIMIT_S, SAMPLE_LIMIT_S = 300.0, 180.0, 30.0
+_ENDING_S = 10.0  # from its closed connection to the end of a process
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from pagegen_autotune.worker import main; main({descriptor})"
 
 
@@ -50,7 +50,6 @@ class IsolatedBench:
         make: Callable[..., Bench] = KernelBench, check_limit_s: float = CHECK_LIMIT_S,
         sample_limit_s: float = SAMPLE_LIMIT_S,
     ) -> None:  # fmt: skip
-        self.replaced = 0
         self._made_by = make, (spec, target, device, profile), {"seed": seed}
         self._sticky = target.is_gpu
         self._check_limit_s = check_limit_s
@@ -107,9 +106,9 @@ class IsolatedBench:
         return known.compile_facts(spec, layout, variant, target, decode=decode, code_hash=code_hash)
 
     def _ask(self, name: str, arguments: tuple[Any, ...], limit_s: float) -> Any:
+        """What a call of the bench returns. Raises CandidateFailed where it failed, WorkerLost where no answer came."""
         if self._process is None:
             self._start()
-            self.replaced += 1
         try:
             self._connection.send((name, arguments))
         except ConnectionError:
@@ -120,6 +119,7 @@ class IsolatedBench:
         return answer
 
     def _start(self) -> tuple[str, dict[str, str], int]:
+        """Starts a worker: its bench's regime, environment and how many variants it compiles side by side."""
         ours, its = socket.socketpair()
         program = _PROGRAM.format(path=sys.path, descriptor=its.fileno())
         with its:
@@ -129,7 +129,7 @@ class IsolatedBench:
             )  # fmt: skip
         self._connection = Connection(ours.detach())
         self._connection.send((*self._made_by, torch.get_num_threads()))
-        regime, environment, workers = self._receive(START_LIMIT_S)
+        regime, environment, workers = self._receive(_START_LIMIT_S)
         return str(regime), dict(environment), int(workers)
 
     def _receive(self, limit_s: float) -> Any:
@@ -147,9 +147,10 @@ class IsolatedBench:
         raise WorkerLost(Status.TIMEOUT, f"no answer within {time.monotonic() - start:.0f} s")
 
     def _lost(self) -> WorkerLost:
+        """Ends what is left of a worker whose connection broke: the error that says how it ended."""
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = None if self._process is None else self._process.wait(ENDING_S)
+            code = None if self._process is None else self._process.wait(_ENDING_S)
         self.close()
         if code == -signal.SIGKILL:
             return WorkerLost(Status.RESOURCE_LIMIT, "the process was killed, as systems do where memory runs out")

@@ -6,6 +6,7 @@ from array import array
 
 import numpy as np
 
+from pagegen.cache.sequence import TOKEN_CODE
 from pagegen_autotune.trace_rows import Runs
 
 _OWN = 2**31  # ids from here on are nobody else's
@@ -19,6 +20,6 @@ def prompt_of(runs: Runs, request: int, prompt_tokens: int, block_tokens: int) -
     ids = np.concatenate(firsts) if firsts else np.empty(0, dtype=np.uint64)
     named = np.repeat((ids % np.uint64(_OWN)).astype(np.uintc), block_tokens)[:prompt_tokens]
     own = np.full(prompt_tokens - len(named), _OWN + request % _OWN, dtype=np.uintc)
-    tokens = array("I")
+    tokens = array(TOKEN_CODE)
     tokens.frombytes(named.tobytes() + own.tobytes())
     return tokens

@@ -8,9 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pagegen.cache.allocator import BlockAllocator, OutOfBlocks
+from pagegen.cache.allocator import BlockAllocator
 from pagegen.cache.groups import GroupedAllocator
 from pagegen.cache.invariants import InvariantBroken
+from pagegen.cache.pool import OutOfBlocks
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.view import SequenceView
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """What admitting takes: the first `cached` blocks need not be computed; of them, those from `first` on are still
-    seen and taken over (`shared`); `fresh` more are needed, and `free` can be had for them."""
+    """What admitting takes, in blocks: the first `cached` need not be computed, and `last` is the node of the last of
+    them; those from `first` on are still seen and taken over (`shared`); `fresh` more are needed, and `free` can be had
+    for them."""
 
     cached: int
     first: int
@@ -55,15 +56,13 @@ def plan(allocator: BlockAllocator, chain: list[Node], num_tokens: int) -> Admis
     cached = len(chain) if window is None else cached_blocks(chain, size, window)
     first = first_seen_block(cached * size, size, window)
     shared: Blocks = np.array([node.blocks[0] for node in chain[first:cached]], dtype=np.int32)
-    # a cached block that is hit can no longer be evicted to make room
-    revived = len(shared) - int(np.count_nonzero(pool.refs[shared]))
     return Admission(
         cached=cached,
         first=first,
         shared=shared,
         last=chain[cached - 1] if cached else None,
         fresh=allocator.table.blocks_for(num_tokens) - cached,
-        free=max(0, pool.available - revived - allocator.watermark),
+        free=max(0, pool.available_beside(shared) - allocator.watermark),
     )
 
 
@@ -82,13 +81,12 @@ def admit(allocator: BlockAllocator, seq_id: Hashable, packed: Packed, context: 
     table.reserve(found.cached + found.fresh)
     table.blocks[row, found.first : found.cached] = found.shared
     table.blocks[row, found.cached : found.cached + found.fresh] = fresh
-    cached = found.cached * allocator.block_size
+    cached_tokens, first_token = found.cached * allocator.block_size, found.first * allocator.block_size
     table.lengths[row] = len(packed)
-    table.computed[row] = table.announced[row] = cached
+    table.computed[row] = table.announced[row] = cached_tokens
     table.indexed[row] = found.cached
     table.released[row] = found.first
-    write_tokens(allocator, row, cached, packed[cached:])
-    first = found.first * allocator.block_size
-    table.add_to_sum(row, token_sum(first, packed[first:cached]))
+    write_tokens(allocator, row, cached_tokens, packed[cached_tokens:])
+    table.add_to_sum(row, token_sum(first_token, packed[first_token:cached_tokens]))  # those written by others
     allocator.sequences[seq_id] = state
-    return cached
+    return cached_tokens

@@ -13,11 +13,9 @@ import numpy as np
 from pagegen.cache import admission, growth, invariants, stats, steps, swap, window
 from pagegen.cache.growth import BlockPairs
 from pagegen.cache.pool import BlockPool, OutOfBlocks
-from pagegen.cache.sequence import Ints, SequenceState, integer, token_array
+from pagegen.cache.sequence import Ints, SequenceState, integer, listed, token_array
 from pagegen.cache.table import SequenceTable
 from pagegen.cache.view import SequenceView
-
-__all__ = ["BlockAllocator", "BlockPairs", "OutOfBlocks"]
 
 
 class BlockAllocator:
@@ -44,19 +42,19 @@ class BlockAllocator:
         num_host_blocks: int = 0,
     ) -> None:
         self.num_blocks = integer("num_blocks", num_blocks, 1, 2**31 - 1)  # ids are int32 in a block table
-        self.block_size = integer("block_size", block_size, 1)
-        self.watermark = integer("watermark", watermark, 0, num_blocks)
+        self.block_size = integer("block_size", block_size, 1, 2**31 - 1)
+        self.watermark = integer("watermark", watermark, 0, self.num_blocks)
         self.window = None if window is None else integer("window", window, 1)
         self.num_host_blocks = integer("num_host_blocks", num_host_blocks, 0, 2**31 - 1)
         if not isinstance(prefix_caching, bool):
             raise TypeError(f"prefix_caching must be True or False, got {prefix_caching!r}")
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks, block_size, num_host_blocks)
-        self.table = SequenceTable(block_size)
+        self.pool = BlockPool(self.num_blocks, self.block_size, self.num_host_blocks)
+        self.table = SequenceTable(self.block_size)
         self.sequences: dict[Hashable, SequenceState] = {}
         self._queried_tokens = 0
         self._hit_tokens = 0
-        self._asked: tuple[list[Hashable], Ints] | None = None
+        self._last_rows: tuple[list[Hashable], Ints] | None = None  # what `rows` was given, and gave
 
     def add(
         self, seq_id: Hashable, tokens: Iterable[int], *, context: bytes = b"", most_cached: int | None = None
@@ -120,7 +118,8 @@ class BlockAllocator:
         """Takes back all tokens from `length` on. Others that share the blocks keep them. With a window, ValueError
         for a length from which the next query would see blocks already given back, other than 0: what the step last
         announced computes can always be taken back."""
-        row, table = self.check_truncate(seq_id, length), self.table
+        state, table = self.check_truncate(seq_id, length), self.table
+        row = state.row
         before, released = table.lengths.item(row), table.released.item(row)
         held, kept = table.blocks_for(before), table.blocks_for(length)
         growth.forget_tokens(self, row, max(length, released * self.block_size), before)
@@ -129,16 +128,16 @@ class BlockAllocator:
             table.blocks[row, kept:held] = 0
         table.reshape(row)
         table.sharing.add(row)
-        steps.step_back(self, row, length)
+        steps.step_back(self, state, length)
         table.lengths[row] = length
         table.released[row] = min(released, kept)
 
-    def check_truncate(self, seq_id: Hashable, length: int) -> int:
-        """The row of a sequence that can be truncated to `length`; raises what `truncate` does."""
-        row = self.resident(seq_id).row
-        integer("length", length, 0, self.table.lengths.item(row))
-        window.check_truncate(self, row, length)
-        return row
+    def check_truncate(self, seq_id: Hashable, length: int) -> SequenceState:
+        """`state`, of a sequence that can be truncated to `length`. Raises what `truncate` does."""
+        state = self.resident(seq_id)
+        integer("length", length, 0, self.table.lengths.item(state.row))
+        window.check_truncate(self, state.row, length)
+        return state
 
     def free(self, seq_id: Hashable) -> None:
         """Ends a sequence. Its blocks go back unless others refer to them; full computed ones stay findable until
@@ -151,7 +150,7 @@ class BlockAllocator:
             self.pool.host_free.extend(reversed(state.host))
         steps.stand_on(self, state, None)
         self.table.give_back(state.row)
-        self._asked = None
+        self._last_rows = None
 
     def mark_computed(self, seq_id: Hashable, length: int) -> BlockPairs:
         """Says that the tokens before `length` are about to be computed and written (call it before block ids are
@@ -191,14 +190,14 @@ class BlockAllocator:
         operation on it but `free`, `length` and `computed` raises ValueError. OutOfBlocks says which pool lacks room.
         """
         pairs = swap.swap_out(self, self.resident(seq_id))
-        self._asked = None
+        self._last_rows = None
         return pairs
 
     def swap_in(self, seq_id: Hashable) -> BlockPairs:
         """Brings a sequence back: blocks that can still be found are shared again, and the (device block, host block)
         pairs of the others are returned, to copy to the device before the sequence is used. It is as it was."""
         pairs = swap.swap_in(self, self.swapped(seq_id))
-        self._asked = None
+        self._last_rows = None
         return pairs
 
     def can_swap_in(self, seq_id: Hashable, *, lookahead: int = 0) -> bool:
@@ -251,6 +250,8 @@ class BlockAllocator:
             return self.sequences[seq_id]
         except KeyError:
             raise KeyError(f"seq_id must name a sequence in the cache, got {seq_id!r}: unknown or freed") from None
+        except TypeError:
+            raise TypeError(f"seq_id must be hashable, got {type(seq_id).__name__} {seq_id!r}") from None
 
     def resident(self, seq_id: Hashable) -> SequenceState:
         """`state`, of a sequence that is not swapped out. Raises ValueError for one that is."""
@@ -267,11 +268,15 @@ class BlockAllocator:
         return state
 
     def rows(self, seq_ids: Iterable[Hashable]) -> Ints:
-        """The table rows of several sequences, each named once; the same array for the same ids as last time."""
-        ids = list(seq_ids)
-        if self._asked is not None and self._asked[0] == ids:
-            return self._asked[1]
-        states = [state for state in map(self.sequences.get, ids) if state is not None and state.host is None]
+        """The table rows of several sequences, each named once; the same array for the same ids as last time, so that
+        whoever keeps something for the next step knows its rows again by `is`."""
+        ids = listed("seq_ids", seq_ids)
+        if self._last_rows is not None and self._last_rows[0] == ids:
+            return self._last_rows[1]
+        try:
+            states = [state for state in map(self.sequences.get, ids) if state is not None and state.host is None]
+        except TypeError:  # an id that cannot be hashed
+            states = []
         if len(states) != len(ids):
             states = [self.resident(seq_id) for seq_id in ids]  # raises, naming the one that is not here
         if len(set(ids)) != len(ids):
@@ -279,10 +284,14 @@ class BlockAllocator:
             raise ValueError(f"seq_ids must name each sequence once, got {twice!r} twice")
         rows = np.array([state.row for state in states], dtype=np.int64)
         rows.flags.writeable = False
-        self._asked = ids, rows
+        self._last_rows = ids, rows
         return rows
 
     def check_new(self, argument: str, seq_id: Hashable) -> None:
         """Raises ValueError unless `seq_id` can be given to a new sequence."""
-        if seq_id in self.sequences:
+        try:
+            taken = seq_id in self.sequences
+        except TypeError:
+            raise TypeError(f"{argument} must be hashable, got {type(seq_id).__name__} {seq_id!r}") from None
+        if taken:
             raise ValueError(f"{argument} must be new, got {seq_id!r}, which is in the cache")

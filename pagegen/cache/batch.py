@@ -13,7 +13,7 @@ from torch import Tensor
 from pagegen.cache.allocator import BlockAllocator
 from pagegen.cache.sequence import Ints
 from pagegen.cache.sharing import PrefixGroups
-from pagegen.cache.table import Appended
+from pagegen.cache.table import Appended, spread
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,25 +42,25 @@ class Batch:
 
 class Asked(NamedTuple):
     """A batch to be made: table row `rows[i]` computes `counts[i]` tokens, starts[i] up to ends[i], `total` of all
-    rows and `widest` at most, and the longest then has `longest` tokens."""
+    rows; `max_query_len` is the largest count, `max_seq_len` the largest end."""
 
     rows: Ints
     starts: Ints
     ends: Ints
     counts: Ints
     total: int
-    longest: int
-    widest: int
+    max_query_len: int
+    max_seq_len: int
 
     @property
-    def decode(self) -> bool:
+    def is_decode(self) -> bool:
         """Whether every row has one query."""
-        return self.widest == 1 and self.total == len(self.rows)
+        return self.max_query_len == 1 and self.total == len(self.rows)
 
     @property
     def query_lens(self) -> tuple[int, ...]:
         """`counts` as plain integers."""
-        return (1,) * self.total if self.decode else tuple(self.counts.tolist())
+        return (1,) * self.total if self.is_decode else tuple(self.counts.tolist())
 
 
 class Queries(NamedTuple):
@@ -76,13 +76,12 @@ def find_queries(allocator: BlockAllocator, asked: Asked) -> Queries:
     """The queries of a batch, in the rows' order."""
     rows, starts, counts = asked.rows, asked.starts, asked.counts
     table, size = allocator.table, allocator.block_size
-    if not asked.decode:
-        before = counts.cumsum() - counts
-        positions, owners = np.arange(asked.total) + np.repeat(starts - before, counts), np.repeat(rows, counts)
+    if not asked.is_decode:
+        owners, positions = spread(rows, starts, counts)
     elif table.appended is not None and table.appended.describes(table, rows, starts):
         return Queries(starts, table.appended.slots, table.appended.tokens, table.appended)
     else:
-        positions, owners = starts, rows
+        owners, positions = rows, starts
     slots = table.blocks[owners, positions // size].astype(np.int64) * size + positions % size
     return Queries(positions, slots, allocator.pool.slots.take(slots).astype(np.int64), None)
 
@@ -92,7 +91,7 @@ def fresh_batch(allocator: BlockAllocator, asked: Asked, prefix_groups: PrefixGr
     queries = find_queries(allocator, asked)
     query_start_loc = np.zeros(len(asked.rows) + 1, dtype=np.int32)
     query_start_loc[1:] = asked.counts.cumsum()
-    width = max(1, allocator.table.blocks_for(asked.longest))
+    width = max(1, allocator.table.blocks_for(asked.max_seq_len))
     arrays = (
         allocator.table.blocks[asked.rows, :width], asked.ends.astype(np.int32), query_start_loc,
         queries.slots, queries.positions, queries.tokens,
@@ -107,5 +106,5 @@ def batch_of(asked: Asked, prefix_groups: PrefixGroups, tensors: Sequence[Tensor
         block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc,
         slot_mapping=slot_mapping, positions=positions, input_ids=input_ids,
         prefix_groups=prefix_groups, query_lens=asked.query_lens,
-        max_query_len=asked.widest, max_seq_len=asked.longest,
+        max_query_len=asked.max_query_len, max_seq_len=asked.max_seq_len,
     )  # fmt: skip

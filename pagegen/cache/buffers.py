@@ -47,6 +47,11 @@ class BatchBuffers:
         self._views: tuple[Tensor, ...] = ()
         self._copied = torch.cuda.Event() if self.device.type == "cuda" else None
 
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "BatchBuffers cannot be copied or pickled: what matters of them is where they are. Make new ones"
+        )
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The whole buffers: block table, lengths, query starts, slots, positions and token ids."""
@@ -71,7 +76,7 @@ class BatchBuffers:
         if self._copied is not None:
             self._copied.synchronize()  # the last step's copies have read the pinned memory
         queries = find_queries(allocator, asked)
-        num_seqs, total, decode = len(asked.rows), asked.total, asked.decode
+        num_seqs, total, decode = len(asked.rows), asked.total, asked.is_decode
         self._show(allocator, asked.rows, queries.appended)
         self._lens.host[:num_seqs] = asked.ends
         if not (decode and self._decoding == num_seqs):  # else they are what they were
@@ -139,7 +144,7 @@ class _Buffer:
         """Brings the device up to date: the whole buffer, or some rows."""
         if self.tensor is self.staging or (rows is not None and not len(rows)):
             return
-        if rows is None or len(rows) > len(self.host) // 4:
+        if rows is None or len(rows) > len(self.host) // 4:  # one copy of all, rather than gather, copy and scatter
             self.tensor.copy_(self.staging, non_blocking=True)
         else:
             places = torch.from_numpy(rows)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from pagegen.cache import steps
-from pagegen.cache.allocator import BlockPairs
 from pagegen.cache.batch import Batch
 from pagegen.cache.buffers import BatchBuffers
 from pagegen.cache.groups import GroupedAllocator
+from pagegen.cache.growth import BlockPairs
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.tensors import PagedKVCache, as_tokens
 
@@ -69,7 +69,7 @@ class GroupedKVCache:
             raise ValueError(f"buffers must be one a group ({len(self.caches)}), got {len(buffers)}")
         each_buffers = [None] * len(self.caches) if buffers is None else buffers
         asked = [cache.ask(ids, query_lens, given) for cache, given in zip(self.caches, each_buffers, strict=True)]
-        self.allocator.check(lambda a: steps.plan(a, a.rows(ids), asked[0].ends))
+        self.allocator.check_each(lambda a: steps.plan(a, a.rows(ids), asked[0].ends))
         first, *others = [
             cache.make(each, given) for cache, each, given in zip(self.caches, asked, each_buffers, strict=True)
         ]

@@ -9,7 +9,8 @@ from functools import partial
 from typing import TypeVar
 
 from pagegen.cache import admission, growth, steps, swap
-from pagegen.cache.allocator import BlockAllocator, BlockPairs
+from pagegen.cache.allocator import BlockAllocator
+from pagegen.cache.growth import BlockPairs
 from pagegen.cache.invariants import InvariantBroken
 from pagegen.cache.pool import OutOfBlocks
 from pagegen.cache.prefix import Node
@@ -17,7 +18,7 @@ from pagegen.cache.sequence import Packed, integer, token_array
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.window import cached_blocks
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class GroupedAllocator:
@@ -52,7 +53,9 @@ class GroupedAllocator:
         for group, (allocator, found) in enumerate(zip(self.allocators, plans, strict=True)):
             with _in_group(group):
                 allocator.pool.require(found.fresh, found.free)
-        return [a.add(seq_id, packed, context=context, most_cached=cached) for a in self.allocators][0]
+        for allocator in self.allocators:
+            allocator.add(seq_id, packed, context=context, most_cached=cached)
+        return cached
 
     def can_admit(
         self, num_tokens: int, *, tokens: Iterable[int] | None = None, context: bytes = b"", lookahead: int = 0
@@ -70,13 +73,13 @@ class GroupedAllocator:
     def append(self, seq_id: Hashable, tokens: Iterable[int]) -> list[BlockPairs]:
         """Makes room for `tokens` at the end, in every group."""
         packed = token_array(tokens)
-        self.check(lambda a: growth.check_append(a, a.resident(seq_id).row, len(packed)))
+        self.check_each(lambda a: growth.check_append(a, a.resident(seq_id).row, len(packed)))
         return [allocator.append(seq_id, packed) for allocator in self.allocators]
 
     def append_each(self, seq_ids: Iterable[Hashable], tokens: Iterable[int]) -> list[BlockPairs]:
         """One token more for each of many sequences, in every group."""
         ids, packed = list(seq_ids), token_array(tokens)
-        self.check(lambda a: growth.plan_each(a, a.rows(ids)))
+        self.check_each(lambda a: growth.plan_each(a, a.rows(ids)))
         return [allocator.append_each(ids, packed) for allocator in self.allocators]
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
@@ -86,7 +89,7 @@ class GroupedAllocator:
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
         """Takes back all tokens from `length` on, in every group."""
-        self.check(lambda a: a.check_truncate(seq_id, length))
+        self.check_each(lambda a: a.check_truncate(seq_id, length))
         for allocator in self.allocators:
             allocator.truncate(seq_id, length)
 
@@ -102,7 +105,7 @@ class GroupedAllocator:
     def mark_all_computed(self, seq_ids: Iterable[Hashable], lengths: Sequence[int] | None = None) -> list[BlockPairs]:
         """`mark_computed` for one step's sequences at once, up to `lengths` or their ends."""
         ids = list(seq_ids)
-        self.check(lambda a: steps.plan(a, a.rows(ids), steps.ends_of(a, a.rows(ids), lengths)))
+        self.check_each(lambda a: steps.plan(a, a.rows(ids), steps.ends_of(a, a.rows(ids), lengths)))
         return [allocator.mark_all_computed(ids, lengths) for allocator in self.allocators]
 
     def abandon(self, seq_ids: Iterable[Hashable]) -> None:
@@ -112,19 +115,19 @@ class GroupedAllocator:
         found = {i: min(a.table.announced.item(a.resident(i).row) for a in self.allocators) for i in seq_ids}
         while found != lengths:
             lengths, found = found, {}
-            for plan in self.check(partial(steps.plan_abandon, lengths=lengths)):
+            for plan in self.check_each(partial(steps.plan_abandon, lengths=lengths)):
                 found.update({i: min(length, found.get(i, length)) for i, length in plan.items()})
         for allocator in self.allocators:
             allocator.take_back(lengths)
 
     def swap_out(self, seq_id: Hashable) -> list[BlockPairs]:
         """Moves a sequence to host blocks, in every group."""
-        self.check(lambda a: swap.check_out(a, a.resident(seq_id)))
+        self.check_each(lambda a: swap.check_out(a, a.resident(seq_id)))
         return [allocator.swap_out(seq_id) for allocator in self.allocators]
 
     def swap_in(self, seq_id: Hashable) -> list[BlockPairs]:
         """Brings a sequence back, in every group."""
-        self.check(lambda a: swap.check_in(a, a.swapped(seq_id)))
+        self.check_each(lambda a: swap.check_in(a, a.swapped(seq_id)))
         return [allocator.swap_in(seq_id) for allocator in self.allocators]
 
     def can_swap_in(self, seq_id: Hashable, *, lookahead: int = 0) -> bool:
@@ -162,6 +165,14 @@ class GroupedAllocator:
             if other != first:
                 raise InvariantBroken("groups_hold_the_same_sequences", f"group {group} has {other}, group 0 {first}")
 
+    def check_each(self, check: Callable[[BlockAllocator], _T]) -> list[_T]:
+        """What `check` says of each group, which raises or changes nothing: OutOfBlocks then names the group."""
+        found = []
+        for group, allocator in enumerate(self.allocators):
+            with _in_group(group):
+                found.append(check(allocator))
+        return found
+
     def _admissions(
         self, packed: Packed, context: bytes, num_tokens: int, most_cached: int | None = None
     ) -> tuple[int, list[admission.Admission]]:
@@ -185,14 +196,6 @@ class GroupedAllocator:
             if found == cached:
                 return cached
             cached = found
-
-    def check(self, check: Callable[[BlockAllocator], T]) -> list[T]:
-        """`check`, which raises or changes nothing, in every group."""
-        found = []
-        for group, allocator in enumerate(self.allocators):
-            with _in_group(group):
-                found.append(check(allocator))
-        return found
 
 
 @contextmanager

@@ -66,9 +66,9 @@ def plan_each(allocator: BlockAllocator, rows: Ints) -> Growth:
     unowned: list[int] = []
     needed = len(growing)
     if table.any_sharing(rows):
-        others = (pool.refs.take(blocks) != 1) | pool.index.named.take(blocks)
-        others[growing] = False
-        unowned = others.nonzero()[0].tolist()
+        not_own = pool.not_own(blocks)
+        not_own[growing] = False
+        unowned = not_own.nonzero()[0].tolist()
         needed += copies_needed(allocator, blocks[unowned])
     pool.require(needed)
     return Growth(lengths, indices, offsets, blocks, growing, unowned)

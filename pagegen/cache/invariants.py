@@ -63,8 +63,9 @@ def a_row_belongs_to_one_sequence(allocator: BlockAllocator) -> Iterator[str]:
     for seq_id, state in allocator.sequences.items():
         if rows[state.row] > 1 or not 0 <= state.row < len(table.states) or table.states[state.row] is not state:
             yield f"row {state.row} of {seq_id!r} is not its own"
-    if sum(state is not None for state in table.states) != len(rows):
-        yield f"{sum(state is not None for state in table.states)} rows are in use by {len(rows)} sequences"
+    in_use = sum(state is not None for state in table.states)
+    if in_use != len(rows):
+        yield f"{in_use} rows are in use by {len(rows)} sequences"
 
 
 @_invariant

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +48,27 @@ class BlockPool:
         self.tokens: Packed = np.zeros((num_blocks + num_host_blocks, block_size), dtype=np.uint32)
         self.slots: Packed = self.tokens.reshape(-1)  # the same memory, by slot
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "slots"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled pool: a view that is copied on its own has other memory."""
+        self.__dict__.update(state)
+        self.slots = self.tokens.reshape(-1)
+
     @property
     def available(self) -> int:
         """Blocks that `take` can still give: the free and the cached ones."""
         return len(self.free) + len(self.cached)
+
+    def available_beside(self, blocks: npt.NDArray[np.int32]) -> int:
+        """`available` once `blocks` are acquired: a cached one among them can no longer be evicted to make room."""
+        return self.available - (len(blocks) - int(np.count_nonzero(self.refs[blocks])))
+
+    def not_own(self, blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Of each of `blocks`, all referred to, whether others refer to it too, or find it by its name."""
+        found: npt.NDArray[np.bool_] = (self.refs.take(blocks) != 1) | self.index.named.take(blocks)
+        return found
 
     def require(self, needed: int, free: int | None = None) -> None:
         """Raises OutOfBlocks unless `needed` blocks can be had, of `free` or of all that are available."""
@@ -113,6 +131,7 @@ class BlockPool:
                 self.free.append(block)
 
     def _free_spare_copies(self, node: Node) -> None:
+        """Frees the blocks of a node that nobody refers to, since a live one now holds the same tokens."""
         for spare in [block for block in node.blocks if not self.refs[block]]:
             self.index.remove(spare)
             del self.cached[spare]

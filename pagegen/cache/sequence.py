@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pagegen.cache.prefix import Node
 
+T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Packed = npt.NDArray[np.uint32]
 
 # Ids are packed as C unsigned ints: 4 bytes a token, range-checked in C, hashed and turned into numpy as they lie.
 TOKEN_CODE = "I"
 TOKEN_BYTES = array(TOKEN_CODE).itemsize
-MAX_TOKEN = 2 ** (8 * TOKEN_BYTES) - 1
+_MAX_TOKEN = 2 ** (8 * TOKEN_BYTES) - 1
 
 # Up to here plain integers are faster than arrays: an array operation takes as long as 5 to 10 of theirs.
 FEW_TOKENS = 16
@@ -38,23 +41,24 @@ class SequenceState:
     host: list[int] | None = None
 
 
-def pack_tokens(tokens: Iterable[int]) -> array[int]:
+def pack_tokens(tokens: Iterable[int], name: str = "tokens") -> array[int]:
     """Token ids as an array of C unsigned ints (one that comes is returned as it is, not copied).
 
-    Raises TypeError for what is not integers and ValueError for an id outside 0..MAX_TOKEN.
+    Raises TypeError for what is not integers and ValueError for an id outside 0..2^32-1.
     """
     if isinstance(tokens, array) and tokens.typecode == TOKEN_CODE:
         return tokens
-    if isinstance(tokens, (str, bytes, bytearray, memoryview)):  # array() would take bytes for raw machine words
-        raise TypeError(f"tokens must be a sequence of integers, got {type(tokens).__name__}")
+    # array() would take bytes for raw machine words; sets and mappings have no order that means anything
+    if isinstance(tokens, (str, bytes, bytearray, memoryview, Set, Mapping)) or getattr(tokens, "ndim", 1) != 1:
+        raise TypeError(f"{name} must be a 1-D sequence of integers, got {type(tokens).__name__}")
     try:
         values = tokens if isinstance(tokens, (list, tuple, range)) else list(tokens)
         return array(TOKEN_CODE, values)
     except OverflowError:
-        wrong = next(value for value in values if not 0 <= value <= MAX_TOKEN)
-        raise ValueError(f"tokens must be in 0..{MAX_TOKEN}, got {wrong}") from None
+        wrong = next(value for value in values if not 0 <= value <= _MAX_TOKEN)
+        raise ValueError(f"{name} must be in 0..{_MAX_TOKEN}, got {wrong}") from None
     except TypeError as error:
-        raise TypeError(f"tokens must be a sequence of integers, got {type(tokens).__name__} ({error})") from None
+        raise TypeError(f"{name} must be a sequence of integers, got {type(tokens).__name__} ({error})") from None
 
 
 def token_array(tokens: Iterable[int]) -> Packed:
@@ -65,9 +69,9 @@ def token_array(tokens: Iterable[int]) -> Packed:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise TypeError(f"tokens must be a 1-D sequence of integers, got {tokens.dtype} {list(tokens.shape)}")
     if tokens.dtype != np.uint32:
-        wrong = tokens[(tokens < 0) | (tokens > MAX_TOKEN)]
+        wrong = tokens[(tokens < 0) | (tokens > _MAX_TOKEN)]
         if wrong.size:
-            raise ValueError(f"tokens must be in 0..{MAX_TOKEN}, got {wrong[0]}")
+            raise ValueError(f"tokens must be in 0..{_MAX_TOKEN}, got {wrong[0]}")
     return np.ascontiguousarray(tokens, dtype=np.uint32)
 
 
@@ -78,19 +82,28 @@ def token_sums(positions: Ints, packed: Packed) -> Ints:
 
 
 def token_sum(start: int, packed: Packed) -> int:
-    """The sum of `token_sums` of tokens in a row, the first at position `start`."""
+    """The sum of `token_sums` of tokens in a row, the first at position `start`; up to multiples of 2^64."""
     if len(packed) > FEW_TOKENS:
         return int(token_sums(np.arange(start, start + len(packed)), packed).sum())
     return sum(token * (position * _MIX | 1) for position, token in enumerate(packed.tolist(), start))
 
 
+def listed(name: str, values: Iterable[T]) -> list[T]:
+    """`values` as a list. Raises TypeError for what cannot be gone through."""
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, got {type(values).__name__} {values!r}") from None
+
+
 def integer(name: str, value: int, at_least: int, at_most: int | None = None) -> int:
-    """`value`, which must be an integer within bounds. Raises TypeError or ValueError.
+    """`value` as an int: an integer of any kind (numpy's too) within bounds. Raises TypeError or ValueError.
 
     `pagegen.spec.check` says the same for specs, but importing it loads torch, which the bookkeeping does without.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}")
+    value = operator.index(value)  # numpy's integers too
     if value < at_least or (at_most is not None and value > at_most):
         allowed = f"at least {at_least}" if at_most is None else f"in {at_least}..{at_most}"
         raise ValueError(f"{name} must be {allowed}, got {value}")

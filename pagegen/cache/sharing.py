@@ -95,6 +95,7 @@ def prefix_groups(table: Blocks, full_blocks: Ints) -> PrefixGroups:
     same = table[rows[:-1]] == table[rows[1:]]
     same &= np.arange(table.shape[1]) < np.minimum(full_blocks[rows[:-1]], full_blocks[rows[1:]])[:, None]
     common = np.where(same.all(axis=1), table.shape[1], same.argmin(axis=1)).tolist()  # of neighbours
+    # a stack, each entry behind the one it lies in: the blocks that its parts share, and the parts found so far
     unfinished: list[tuple[int, list[_Subtree]]] = [(0, [])]
     for row, shared in zip(rows.tolist(), [*common, 0], strict=True):
         subtree = _Subtree(rows=[row], alone=[row])

@@ -9,7 +9,8 @@ import numpy as np
 
 from pagegen.cache.growth import BlockPairs, copies_needed, own_block
 from pagegen.cache.prefix import Node
-from pagegen.cache.sequence import TOKEN_BYTES, Ints, SequenceState, integer
+from pagegen.cache.sequence import TOKEN_BYTES, Ints, SequenceState, integer, listed
+from pagegen.cache.table import spread
 from pagegen.cache.window import first_seen_block, release_unseen
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ def ends_of(allocator: BlockAllocator, rows: Ints, lengths: Sequence[int] | None
     most: Ints = allocator.table.lengths.take(rows)
     if lengths is None:
         return most
-    if len(lengths) != len(rows):
-        raise ValueError(f"lengths must be one a sequence ({len(rows)}), got {len(lengths)}")
-    for length, at_most in zip(lengths, most.tolist(), strict=True):
+    given = listed("lengths", lengths)
+    if len(given) != len(rows):
+        raise ValueError(f"lengths must be one a sequence ({len(rows)}), got {len(given)}")
+    for length, at_most in zip(given, most.tolist(), strict=True):
         integer("length", length, 0, at_most)
-    ends: Ints = np.maximum(np.array(lengths, dtype=np.int64), allocator.table.computed.take(rows))
+    ends: Ints = np.maximum(np.array(given, dtype=np.int64), allocator.table.computed.take(rows))
     return ends
 
 
@@ -50,9 +52,9 @@ def plan(allocator: BlockAllocator, rows: Ints, ends: Ints) -> Work:
         return Work(starts, _NONE, _NONE)
     first = starts // table.block_size
     counts = np.where(ends > starts, (ends - 1) // table.block_size - first + 1, 0)
-    places, indices = _spread(np.arange(len(rows)), first, counts)
+    places, indices = spread(np.arange(len(rows)), first, counts)
     blocks = table.blocks[rows[places], indices]
-    unowned = (pool.refs.take(blocks) != 1) | pool.index.named.take(blocks)
+    unowned = pool.not_own(blocks)
     pool.require(copies_needed(allocator, blocks[unowned]))
     return Work(starts, places[unowned], indices[unowned])
 
@@ -72,13 +74,13 @@ def announce(allocator: BlockAllocator, rows: Ints, ends: Ints) -> BlockPairs:
     table.announced[rows] = starts
     table.computed[rows] = ends
     if allocator.prefix_caching:
-        name_blocks(allocator, rows, ends // table.block_size)
+        _name_blocks(allocator, rows, ends // table.block_size)
     release_unseen(allocator, rows, starts)
     return pairs
 
 
 def announce_one(allocator: BlockAllocator, row: int, end: int) -> BlockPairs:
-    """`announce` of a single row."""
+    """`announce` of a single row: in plain integers, which are faster, where it comes to no copy and no window."""
     table = allocator.table
     start = table.computed.item(row)
     if row in table.sharing or allocator.window is not None:
@@ -87,11 +89,11 @@ def announce_one(allocator: BlockAllocator, row: int, end: int) -> BlockPairs:
     if end > start:
         table.computed[row] = end
         if allocator.prefix_caching and end // table.block_size > table.indexed.item(row):
-            name_blocks(allocator, np.array([row]), np.array([end // table.block_size]))
+            _name_blocks(allocator, np.array([row]), np.array([end // table.block_size]))
     return []
 
 
-def name_blocks(allocator: BlockAllocator, rows: Ints, full: Ints) -> None:
+def _name_blocks(allocator: BlockAllocator, rows: Ints, full: Ints) -> None:
     """Offers the blocks of `rows` before `full`, now computed, to the prefix index, in order."""
     table, pool = allocator.table, allocator.pool
     indexed = table.indexed.take(rows)
@@ -100,10 +102,11 @@ def name_blocks(allocator: BlockAllocator, rows: Ints, full: Ints) -> None:
         return
     rows, first = rows[behind], indexed[behind]
     counts = full[behind] - first
-    writers, indices = (rows, first) if counts.max() == 1 else _spread(rows, first, counts)
+    # one block each, as in decode: they are as `spread` would give them
+    writers, indices = (rows, first) if counts.max() == 1 else spread(rows, first, counts)
     blocks = table.blocks[writers, indices]
-    packed, size, start = pool.tokens[blocks].tobytes(), allocator.block_size * TOKEN_BYTES, 0
-    ids = blocks.tolist()
+    ids, packed, size = blocks.tolist(), pool.tokens[blocks].tobytes(), allocator.block_size * TOKEN_BYTES
+    start = 0  # of a row's blocks in `ids`
     for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
         state = table.states[row]
         assert state is not None  # the table has a state for each row in use
@@ -121,12 +124,6 @@ def name_blocks(allocator: BlockAllocator, rows: Ints, full: Ints) -> None:
         start = end
 
 
-def _spread(values: Ints, first: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """`counts[i]` times values[i] for each i, and with it first[i], first[i] + 1, ..."""
-    repeated = np.repeat(values, counts)
-    return repeated, np.arange(len(repeated)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-
-
 def stand_on(allocator: BlockAllocator, state: SequenceState, node: Node | None) -> None:
     """Makes `node` the last named block of a sequence."""
     left, state.node = state.node, node
@@ -136,13 +133,13 @@ def stand_on(allocator: BlockAllocator, state: SequenceState, node: Node | None)
         allocator.pool.index.leave(left)
 
 
-def step_back(allocator: BlockAllocator, row: int, length: int) -> None:
-    """Takes back what a row computed and offered behind `length`."""
-    table, state = allocator.table, allocator.table.states[row]
+def step_back(allocator: BlockAllocator, state: SequenceState, length: int) -> None:
+    """Takes back what a sequence computed and offered to the index behind `length` tokens."""
+    table, row = allocator.table, state.row
     for column in (table.computed, table.announced):
         column[row] = min(column.item(row), length)
     indexed = min(table.indexed.item(row), length // allocator.block_size)
-    if state is not None and indexed < table.indexed.item(row):
+    if indexed < table.indexed.item(row):
         node = state.node
         for _ in range(table.indexed.item(row) - indexed):
             node = None if node is None else node.parent
@@ -170,7 +167,7 @@ def plan_abandon(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> dic
             block = table.blocks.item(row, place)
             if allocator.pool.refs.item(block) > 1:
                 pending += [(other, max(length, place * size)) for other in table.holders(place, block)]
-    for seq_id, length in _swapped_out_behind(allocator, written_behind(allocator, found)).items():
+    for seq_id, length in _swapped_out_behind(allocator, _written_behind(allocator, found)).items():
         found[seq_id] = min(length, found.get(seq_id, length))
     gone = [
         seq_id
@@ -189,12 +186,12 @@ def take_back(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> None:
     """Takes back what the sequences of `lengths`, as `plan_abandon` found them, computed behind that: nobody finds it,
     nor what was computed on top of it."""
     index, table = allocator.pool.index, allocator.table
-    written = written_behind(allocator, lengths)
+    written = _written_behind(allocator, lengths)
     for seq_id, length in lengths.items():
-        row = allocator.sequences[seq_id].row
-        step_back(allocator, row, length)
-        table.sharing.add(row)
-        table.reshape(row)
+        state = allocator.sequences[seq_id]
+        step_back(allocator, state, length)
+        table.sharing.add(state.row)
+        table.reshape(state.row)
     tainted = [index.remove(block) for block in written if index.named.item(block)]
     allocator.pool.forget_behind(tainted)
     for state in allocator.sequences.values():  # what they computed rightly gets new names with their next step
@@ -208,7 +205,7 @@ def take_back(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> None:
         index.prune(node)
 
 
-def written_behind(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> list[int]:
+def _written_behind(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> list[int]:
     """The blocks in which sequences on the device have computed tokens behind `lengths`."""
     table, found = allocator.table, dict[int, None]()
     for seq_id, length in lengths.items():

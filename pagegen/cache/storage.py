@@ -61,7 +61,7 @@ class BlockStorage:
     def to_host(self, pairs: BlockPairs) -> None:
         """Copies device blocks to host blocks, by (device block, host block); done when it returns."""
         if pairs:
-            blocks, places = _columns(pairs)
+            blocks, places = _apart(pairs)
             on_device = blocks.to(self.keys.device)
             for device, host in self._layers():
                 host[places] = device[on_device].to("cpu")
@@ -69,7 +69,7 @@ class BlockStorage:
     def from_host(self, pairs: BlockPairs) -> None:
         """Copies host blocks to device blocks, by (device block, host block); done when it returns."""
         if pairs:
-            blocks, places = _columns(pairs)
+            blocks, places = _apart(pairs)
             on_device = blocks.to(self.keys.device)
             for device, host in self._layers():
                 device[on_device] = host[places].to(device.device)
@@ -84,12 +84,14 @@ class BlockStorage:
         ]
 
 
-def _columns(pairs: BlockPairs) -> tuple[Tensor, Tensor]:
+def _apart(pairs: BlockPairs) -> tuple[Tensor, Tensor]:
+    """The first block of each pair, and the second."""
     blocks, places = torch.tensor(pairs, dtype=torch.int64).unbind(1)
     return blocks, places
 
 
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`size` elements of zero; on a CPU in huge pages, where the system has them."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     return huge_memory(size * dtype.itemsize).view(dtype)

@@ -42,7 +42,7 @@ def swap_in(allocator: BlockAllocator, state: SequenceState) -> BlockPairs:
     check_in(allocator, state)
     table, pool = allocator.table, allocator.pool
     nodes, host = _nodes(allocator, state), state.host or []
-    found = {i: node.blocks[0] for i, node in enumerate(nodes) if node is not None and node.blocks}
+    found = _findable(nodes)
     pool.acquire(np.array(list(found.values()), dtype=np.int32))
     fresh = dict(
         zip([i for i in range(len(host)) if i not in found], pool.take(len(host) - len(found)).tolist(), strict=True)
@@ -65,10 +65,9 @@ def check_in(allocator: BlockAllocator, state: SequenceState, lookahead: int = 0
     pool, table = allocator.pool, allocator.table
     length = table.lengths.item(state.row)
     needed = len(state.host or ()) + table.blocks_for(length + lookahead) - table.blocks_for(length)
-    there = [node.blocks[0] for node in _nodes(allocator, state) if node is not None and node.blocks]
-    revived = sum(not pool.refs.item(block) for block in there)
+    found = np.array(list(_findable(_nodes(allocator, state)).values()), dtype=np.int32)
     kept_back = allocator.watermark if pool.available < allocator.num_blocks else 0
-    pool.require(needed - len(there), max(0, pool.available - revived - kept_back))
+    pool.require(needed - len(found), max(0, pool.available_beside(found) - kept_back))
 
 
 def _nodes(allocator: BlockAllocator, state: SequenceState) -> list[Node | None]:
@@ -80,3 +79,8 @@ def _nodes(allocator: BlockAllocator, state: SequenceState) -> list[Node | None]
         nodes.append(node if node is not None and node.known else None)
         node = None if node is None else node.parent
     return nodes[::-1]
+
+
+def _findable(nodes: list[Node | None]) -> dict[int, int]:
+    """Of the nodes that still have a block, a block, by their place in `nodes`."""
+    return {i: node.blocks[0] for i, node in enumerate(nodes) if node is not None and node.blocks}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,9 @@ import numpy.typing as npt
 from pagegen.cache.sequence import Ints, SequenceState
 
 Blocks = npt.NDArray[np.int32]
+
+_COLUMNS = 8
+_COPIED_COLUMNS = 6  # by a fork: all but the two that say when
 
 
 class Appended(NamedTuple):
@@ -57,7 +60,16 @@ class SequenceTable:
         self.states: list[SequenceState | None] = []
         self.blocks: Blocks = np.zeros((0, 16), dtype=np.int32)
         self._free: list[int] = []
-        self._columns(np.zeros((8, 0), dtype=np.int64))
+        self._set_numbers(np.zeros((_COLUMNS, 0), dtype=np.int64))
+
+    def __getstate__(self) -> dict[str, Any]:
+        views = {name for name, value in self.__dict__.items() if getattr(value, "base", None) is self._numbers}
+        return {name: value for name, value in self.__dict__.items() if name not in views}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled table: a view that is copied on its own has other memory."""
+        self.__dict__.update(state)
+        self._set_numbers(self._numbers)
 
     def claim(self, state: SequenceState) -> int:
         """A row for `state`, all zero."""
@@ -72,7 +84,7 @@ class SequenceTable:
 
     def copy_row(self, source: int, target: int) -> None:
         """Makes `target` hold what `source` does; of a step now announced, it computes nothing itself."""
-        self._numbers[:6, target] = self._numbers[:6, source]
+        self._numbers[:_COPIED_COLUMNS, target] = self._numbers[:_COPIED_COLUMNS, source]
         self.announced[target] = self.computed[source]
         self.blocks[target] = self.blocks[source]
 
@@ -102,7 +114,7 @@ class SequenceTable:
         self.reshaped[rows] = self.last_reshaped = self.version
 
     def add_to_sum(self, row: int, value: int) -> None:
-        """Adds to a row's sum, modulo 2^64."""
+        """Adds to a row's sum, modulo 2^64: `value` may be any integer, the sum is an int64."""
         self.sums[row] = (self.sums.item(row) + value + 2**63) % 2**64 - 2**63
 
     def any_sharing(self, rows: Ints) -> bool:
@@ -131,16 +143,24 @@ class SequenceTable:
     def _add_rows(self) -> None:
         old = len(self.states)
         new = max(16, 2 * old)
-        numbers = np.zeros((8, new), dtype=np.int64)
+        numbers = np.zeros((_COLUMNS, new), dtype=np.int64)
         numbers[:, :old] = self._numbers
-        self._columns(numbers)
+        self._set_numbers(numbers)
         blocks: Blocks = np.zeros((new, self.blocks.shape[1]), dtype=np.int32)
         blocks[:old] = self.blocks
         self.blocks = blocks
         self.states.extend([None] * (new - old))
         self._free.extend(range(new - 1, old - 1, -1))
 
-    def _columns(self, numbers: Ints) -> None:
+    def _set_numbers(self, numbers: Ints) -> None:
+        """Makes the columns views of `numbers`, [_COLUMNS, rows]."""
         self._numbers = numbers
-        self.lengths, self.computed, self.announced, self.indexed, self.released, self.sums = numbers[:6]
-        self.changed, self.reshaped = numbers[6:]
+        self.lengths, self.computed, self.announced, self.indexed, self.released, self.sums = numbers[:_COPIED_COLUMNS]
+        self.changed, self.reshaped = numbers[_COPIED_COLUMNS:]
+
+
+def spread(values: Ints, first: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """`counts[i]` times values[i] for each i, and with it first[i], first[i] + 1, ..."""
+    repeated = np.repeat(values, counts)
+    before = counts.cumsum() - counts  # how many stand before those of i
+    return repeated, np.arange(len(repeated)) + np.repeat(first - before, counts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagegen.cache.allocator import BlockAllocator
 from pagegen.cache.batch import Asked, Batch, fresh_batch
 from pagegen.cache.buffers import BatchBuffers
-from pagegen.cache.sequence import Ints
+from pagegen.cache.sequence import Ints, listed
 from pagegen.cache.sharing import SharedPrefixes
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.storage import BlockStorage
@@ -128,17 +128,18 @@ class PagedKVCache:
         return self.make(self.ask(seq_ids, query_lens, buffers), buffers)
 
     def ask(self, seq_ids: Iterable[Hashable], query_lens: Sequence[int] | None, buffers: BatchBuffers | None) -> Asked:
-        """What `batch` was asked for, checked; changes nothing."""
+        """What `batch` was asked for, checked: raises what it does but for OutOfBlocks, and changes nothing."""
         rows = self.allocator.rows(seq_ids)
         if not len(rows):
             raise ValueError("seq_ids must name at least one sequence, got none")
         starts, lengths = self.allocator.table.computed.take(rows), self.allocator.table.lengths.take(rows)
         ends = lengths if query_lens is None else starts + self._counts(rows, lengths - starts, query_lens)
         counts = ends - starts
-        total, longest, widest = int(counts.sum()), int(ends.max()), int(counts.max())
+        total, max_query_len, max_seq_len = int(counts.sum()), int(counts.max()), int(ends.max())
         if buffers is not None:
-            buffers.require(len(rows), total, self.layout.blocks_for(longest), self.device)
-        return Asked(rows, starts, ends, counts, total, longest, widest)
+            check.instance("buffers", buffers, BatchBuffers)
+            buffers.require(len(rows), total, self.layout.blocks_for(max_seq_len), self.device)
+        return Asked(rows, starts, ends, counts, total, max_query_len, max_seq_len)
 
     def make(self, asked: Asked, buffers: BatchBuffers | None) -> Batch:
         """The batch that was asked for. Raises OutOfBlocks, before any change."""
@@ -191,18 +192,17 @@ class PagedKVCache:
 
     def _counts(self, rows: Ints, left: Ints, query_lens: Sequence[int]) -> Ints:
         """The query lengths asked for, each in 0..left[i]."""
-        if len(query_lens) != len(rows):
-            raise ValueError(f"query_lens must have one entry a sequence ({len(rows)}), got {len(query_lens)}")
-        for count in query_lens:
+        given = listed("query_lens", query_lens)
+        if len(given) != len(rows):
+            raise ValueError(f"query_lens must have one entry a sequence ({len(rows)}), got {len(given)}")
+        for count in given:
             if isinstance(count, (bool, np.bool_)) or not isinstance(count, (int, np.integer)):
                 raise TypeError(f"query_lens must hold integers, got {type(count).__name__} {count!r}")
-        counts = np.array(query_lens, dtype=np.int64)
+        counts = np.array(given, dtype=np.int64)
         for i in ((counts < 0) | (counts > left)).nonzero()[0].tolist():
             state = self.allocator.table.states[rows[i]]
             name = "" if state is None else repr(state.seq_id)
-            raise ValueError(
-                f"query_lens must be in 0..{left[i]} (tokens not computed) for {name}, got {query_lens[i]}"
-            )
+            raise ValueError(f"query_lens must be in 0..{left[i]} (tokens not computed) for {name}, got {given[i]}")
         return counts
 
     def _layer(self, layer: int) -> int:

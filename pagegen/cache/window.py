@@ -35,6 +35,7 @@ def release_unseen(allocator: BlockAllocator, rows: Ints, starts: Ints) -> None:
     if allocator.window is None:
         return
     table, size = allocator.table, allocator.block_size
+    # `first_seen_block`, of all rows at once
     firsts = (starts - (allocator.window - 1)).clip(min=0) // size
     for i in (firsts > table.released.take(rows)).nonzero()[0].tolist():
         row, first = rows.item(i), firsts.item(i)

@@ -85,7 +85,7 @@ def test_a_token_for_each_needs_room_for_all_or_changes_nothing(forked):
         ([0, 9], [1, 2], KeyError, "9"),
         ([0, 1], [1, -2], ValueError, "-2"),
         ([0, 1], [1, 2.0], TypeError, "float"),
-        ([0, []], [1, 2], TypeError, "unhashable"),
+        ([0, []], [1, 2], TypeError, "hashable"),
     ],
 )
 def test_a_wrong_step_is_refused_before_anything_changes(ids, tokens, error, says):

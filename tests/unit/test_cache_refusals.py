@@ -1,0 +1,57 @@
+"""What no cache takes, and how it says so: the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagegen import CacheLayout, PagedKVCache
+from pagegen.cache import BlockAllocator
+
+
+@pytest.fixture
+def cache():
+    made = PagedKVCache(1, 8, CacheLayout(block_size=4), num_kv_heads=1, head_dim=8)
+    made.add("a", range(6))
+    return made
+
+
+REFUSED = {
+    "seq_ids must be a sequence, got int 5": lambda c: c.batch(5),
+    "seq_ids must be a sequence, got NoneType None": lambda c: c.append_each(None, [1]),
+    "lengths must be a sequence, got int 3": lambda c: c.allocator.mark_all_computed(["a"], 3),
+    "query_lens must be a sequence, got int 3": lambda c: c.batch(["a"], query_lens=3),
+    "seq_id must be hashable, got list []": lambda c: c.add([], [1]),
+    "seq_id must be hashable, got dict {}": lambda c: c.free({}),
+    "seq_id must be hashable, got set": lambda c: c.batch(["a", {1}]),
+    "child must be hashable, got list []": lambda c: c.fork("a", []),
+    "buffers must be a BatchBuffers, got str 'x'": lambda c: c.batch(["a"], buffers="x"),
+    "tokens must be a 1-D sequence of integers, got set": lambda c: c.add("b", {1, 2}),
+    "tokens must be a 1-D sequence of integers, got dict": lambda c: c.add("b", {1: 2}),
+    "tokens must be a 1-D sequence of integers, got Tensor": lambda c: c.allocator.add("b", torch.ones(2, 1)),
+    "length must be an integer, got float 2.0": lambda c: c.truncate("a", 2.0),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_wrong_argument_is_named_and_nothing_changes(cache, message):
+    before = cache.stats()
+    with pytest.raises(TypeError) as refused:
+        REFUSED[message](cache)
+    assert str(refused.value).startswith(message)
+    assert cache.stats() == before and cache.length("a") == 6
+    cache.check_invariants()
+
+
+def test_a_block_size_beyond_any_is_named():
+    with pytest.raises(ValueError, match=r"block_size must be in 1\.\.2147483647, got"):
+        BlockAllocator(4, 2**70)
+
+
+def test_integers_of_numpy_are_integers_everywhere(cache):
+    cache.truncate("a", np.int64(5))
+    cache.batch(["a"], query_lens=(n for n in [np.int32(3)]))
+    assert (cache.length("a"), cache.computed("a")) == (5, 3)
+    assert BlockAllocator(np.int64(4), np.int32(2), watermark=np.int8(1)).num_blocks == 4
+    cache.check_invariants()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
 from database_fakes import CPU, DECODE, H100, LAYOUT, MIXED, PROFILE, SM_90, SPEC, TUNED, cpu_trial, rule, trial
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pagegen.db import MissingDatabase, open_db
 from pagegen.spec import CacheLayout, Profile, Status
@@ -81,44 +78,6 @@ def test_importing_again_adds_nothing(db, other, tmp_path):
     first = other.import_(tmp_path / "all.jsonl")
     second = other.import_(tmp_path / "all.jsonl")
     assert (second.added, second.present) == (0, first.added)
-
-
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    parts=st.lists(
-        st.tuples(
-            st.lists(st.integers(0, len(TRIALS) - 1), max_size=6),
-            st.lists(st.integers(0, len(PORTFOLIOS) - 1), max_size=3),
-        ),
-        min_size=3,
-        max_size=3,
-    )
-)
-def test_merging_commutes_associates_and_may_be_repeated(parts, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("merge")
-    open_db(folder / "empty.db").close()
-
-    def opened(name):
-        shutil.copy(folder / "empty.db", folder / f"{name}.db")  # quicker than making the tables each time
-        return open_db(folder / f"{name}.db")
-
-    def merged(name, *order):
-        with opened(name) as db:
-            for i in order:
-                db.merge(folder / f"part{i}.db")
-            return exported(db, folder)
-
-    for i, (trials, portfolios) in enumerate(parts):
-        with opened(f"part{i}") as db:
-            fill(db, trials, portfolios)
-    forward = merged("forward", 0, 1, 2)
-    assert merged("backward", 2, 1, 0) == forward
-    assert merged("repeated", 1, 0, 0, 2, 1) == forward
-    with opened("nested") as nested:
-        merged("inner", 1, 2)
-        nested.merge(folder / "part0.db")
-        nested.merge(folder / "inner.db")
-        assert exported(nested, folder) == forward
 
 
 def test_merging_a_database_with_itself_changes_nothing(db, tmp_path):

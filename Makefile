@@ -1,7 +1,7 @@
 # Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
 # PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
 
-.PHONY: demo test check format coverage sweep bench-peers clean
+.PHONY: demo test check format coverage sweep crashes bench-peers clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -52,6 +52,12 @@ SEED ?= 0
 sweep: $(TOOLS)
 	$(PY) tests/kernels/sweep.py --target cpu --cases 2000 --seed $(SEED) --jobs $(JOBS)
 	$(PY) tests/kernels/sweep.py --target interpreter --cases 150 --seed $(SEED) --jobs $(JOBS)
+
+# Writers of the tuning database killed at random moments, and at every system call that writes (strace): minutes.
+KILLS ?= 500
+crashes: $(TOOLS)
+	PYTHONPATH=.:autotune:tests/unit:tests/db $(PY) tests/db/crashes.py --kills $(KILLS) --seed $(SEED) --longest-ms 250
+	PYTHONPATH=.:autotune:tests/unit:tests/db $(PY) tests/db/crashes.py --every-write
 
 # What bench/cpu.py and bench/cache.py measure beside pagegen, into .venv-bench (a folder each, 1.1 GB; ggml is compiled,
 # a minute).

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+pytest_plugins = ["database_places"]
 
 # A slow example on a busy machine is no finding.
 hypothesis.settings.register_profile(
@@ -43,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEGEN_DB", str(tmp_path / "tuning.db"))
+    sqlite = sys.modules.get("pagegen.db.sqlite")
+    if sqlite is not None:  # no test cuts the power, and waiting for the disk took most of the database tests' time
+        monkeypatch.setattr(sqlite, "SYNCHRONOUS", "OFF")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Status, Target, Variant, Workload
+from pagegen import targets
+from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Status, Target, Variant, Workload
+from pagegen_autotune import known
 from pagegen_autotune.measure import Bench, CandidateFailed, KernelBench, Verdict
 
 # A check compiles (the C++ compiler is given 120 s, a Triton kernel takes seconds) and runs two batches; a sample runs
@@ -96,6 +98,12 @@ class IsolatedBench:
             if error.status is Status.RUNTIME_ERROR:
                 self._replace_if_sticky()
             raise
+
+    def facts(self, layout: CacheLayout, variant: Variant, *, decode: bool) -> CompileFacts | None:
+        """What the compiler made of a variant, found in this process: nothing of it runs."""
+        spec, target, *_ = self._made_by[1]
+        code_hash = targets.code_hash(target)
+        return known.compile_facts(spec, layout, variant, target, decode=decode, code_hash=code_hash)
 
     def _ask(self, name: str, arguments: tuple[Any, ...], limit_s: float) -> Any:
         """What a call of the bench returns. Raises CandidateFailed where it failed, WorkerLost where no answer came."""

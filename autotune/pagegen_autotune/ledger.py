@@ -6,14 +6,17 @@ import datetime
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from pagegen.spec import (
     AttentionSpec,
     CacheLayout,
+    CompileFacts,
     Device,
     DispatchRule,
     Measurement,
+    Prediction,
     Profile,
     Status,
     Target,
@@ -24,7 +27,7 @@ from pagegen.spec.result import PURPOSE, SESSION
 from pagegen_autotune.measure import Bench, Verdict
 
 # What else makes times of one device incomparable.
-SAME_ENVIRONMENT = ("threads", "compiler")
+SAME_ENVIRONMENT = ("threads", "compiler", "driver", "runtime")
 
 
 class Store(Protocol):
@@ -49,6 +52,10 @@ class Store(Protocol):
     ) -> DispatchRule | None: ...
 
     def save_profile(self, profile: Profile) -> Any: ...
+
+    def record_facts(self, facts: CompileFacts) -> Any: ...
+
+    def record_prediction(self, prediction: Prediction) -> Any: ...
 
 
 class Ledger:
@@ -110,10 +117,11 @@ class Ledger:
             environment={**self._bench.environment, **tags},
             created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
         )
+        trial = _believable(trial)
         known = self.trials(layout)  # before the store holds the new one, lest it be read back beside it
         self.store.record(trial)
         known.append(trial)
-        self.added[verdict.status] += 1
+        self.added[trial.status] += 1
 
     def _comparable(self, trial: Measurement) -> bool:
         here, there = self.device, trial.device
@@ -123,3 +131,14 @@ class Ledger:
             and trial.regime == self._bench.regime
             and all(mine.get(name) == theirs.get(name) for name in SAME_ENVIRONMENT)
         )
+
+
+def _believable(trial: Measurement) -> Measurement:
+    """The trial, or a failure in its place where its times cannot be true: a process that was stopped for minutes, a
+    clock that jumped. A run must not end for it, and nobody may take such times for a kernel's."""
+    from pagegen.db.plausible import impossible_times
+
+    problems = impossible_times(trial)
+    if not problems:
+        return trial
+    return replace(trial, status=Status.RUNTIME_ERROR, samples_us=(), detail=f"refused: {problems[0]}")

@@ -15,9 +15,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+import pagegen
 from pagegen import targets
-from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Status, Target, Variant, Workload
-from pagegen.targets import cpp_build
+from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Status, Target, Variant, Workload
+from pagegen.targets import cpp_build, gpu_driver
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.errors import CompileError
 from pagegen_autotune import inputs
@@ -48,7 +49,8 @@ class Verdict:
 class Bench(Protocol):
     """What compiles, checks and times kernels: the tuner's only contact with them, so that its tests need none.
 
-    `workers` variants are worth checking at once. `sample` returns the microseconds of one call.
+    `workers` variants are worth checking at once. `sample` returns the microseconds of one call. `facts` tells what the
+    compiler made of a variant, None where it does not say.
     """
 
     regime: str
@@ -58,6 +60,8 @@ class Bench(Protocol):
     def check(self, layout: CacheLayout, variants: Sequence[Variant]) -> dict[Variant, Verdict]: ...
 
     def sample(self, layout: CacheLayout, variant: Variant, workload: Workload) -> float: ...
+
+    def facts(self, layout: CacheLayout, variant: Variant, *, decode: bool) -> CompileFacts | None: ...
 
 
 class CandidateFailed(RuntimeError):
@@ -131,7 +135,7 @@ class KernelBench:
         self.spec = spec
         self.target = target
         self.workers = cpp_build.workers() if target.kind == "cpu" else 1  # compilers are processes
-        self.environment = _environment(target)
+        self.environment = environment_of(target)
         self._on = "cuda" if target.is_gpu else "cpu"
         self._seed = seed
         self._pool = inputs.Pool(spec, profile, device, on=self._on, seed=seed)
@@ -155,6 +159,13 @@ class KernelBench:
         kernel = self._kernel(layout, variant)
         clock = _time_gpu if self._on == "cuda" else _time_cpu
         return self._operands[layout].sample(kernel, variant, clock)
+
+    def facts(self, layout: CacheLayout, variant: Variant, *, decode: bool) -> CompileFacts | None:
+        """What the compiler made of a variant; see `pagegen_autotune.known`."""
+        from pagegen_autotune import known
+
+        code_hash = targets.code_hash(self.target)
+        return known.compile_facts(self.spec, layout, variant, self.target, decode=decode, code_hash=code_hash)
 
     def _kernel(self, layout: CacheLayout, variant: Variant) -> AttentionKernel:
         return targets.load_attention(self.spec, layout, variant, self.target)
@@ -228,8 +239,10 @@ def _time_gpu(kernel: AttentionKernel, calls: list[AttentionCall]) -> float:
     return max(float(start.elapsed_time(end)), 1e-6) * 1e3 / len(calls)
 
 
-def _environment(target: Target) -> dict[str, str]:
+def environment_of(target: Target) -> dict[str, str]:
+    """What measurements on a target that is here depend on beside the device."""
     found = {
+        "pagegen": pagegen.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
@@ -237,7 +250,9 @@ def _environment(target: Target) -> dict[str, str]:
     }
     if target.is_gpu:
         found["compiler"] = f"triton {importlib.metadata.version('triton')}"
+        found["triton"] = importlib.metadata.version("triton")
         found["runtime"] = str(torch.version.hip or torch.version.cuda)
+        found["driver"] = gpu_driver.release()
     else:
         from pagegen.targets import cpu
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagegen import costs
+from pagegen import costs, targets
 from pagegen.selection.predicted import PREDICTED_MARGIN
-from pagegen.spec import AttentionSpec, Device, Variant, Workload
+from pagegen.spec import AttentionSpec, CompileFacts, Device, Variant, Workload
 from pagegen.targets import offline
 from pagegen.targets.errors import CompileError
+from pagegen_autotune.known import FORMS, facts_of
 from pagegen_autotune.portfolio import Decision
 from pagegen_autotune.search import Strategy
 from pagegen_autotune.session import Cell
@@ -17,18 +18,18 @@ from pagegen_autotune.space import resources
 
 # About a second each; the first that compiles without spills ends the search, which nearly always is the first.
 MAX_COMPILED = 6
-# The kernels that serve a class of batches: for decode, and for batches with longer queries.
-FORMS = {"decode": (True,), "mixed": (False,), "all": (True, False)}
 
 
 @dataclass
 class Prediction:
-    """Predicts and compiles for one spec and device. `rejected` holds the variants that did not compile or spill."""
+    """Predicts and compiles for one spec and device. `rejected` holds the variants that did not compile or spill,
+    `compiled` what the compiler told of all that it took."""
 
     spec: AttentionSpec
     device: Device
     strategy: Strategy
     rejected: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    compiled: list[CompileFacts] = field(default_factory=list)
     _known: dict[tuple[Cell, Variant, Workload], float] = field(default_factory=dict)
 
     def decide(self, cell: Cell, may_go_on: Callable[[], bool]) -> Decision:
@@ -80,6 +81,11 @@ class Prediction:
         except CompileError as error:
             self.rejected[variant.name] = (f"does not compile: {str(error).strip().splitlines()[0]}",)
             return None
+        target, code_hash = self.device.target, targets.code_hash(self.device.target)
+        self.compiled += [
+            facts_of(facts, self.spec, cell.layout, variant, target, decode=decode, code_hash=code_hash)
+            for facts, decode in zip(found, FORMS[cell.batches], strict=True)
+        ]
         if any(facts.spills for facts in found):
             self.rejected[variant.name] = ("spills registers",)
             return None

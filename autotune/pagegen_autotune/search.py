@@ -7,7 +7,7 @@ was not measured has no score.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from pagegen.spec import Variant
 from pagegen_autotune.space import Space, resources
@@ -45,6 +45,12 @@ def coordinate(space: Space) -> Search:
         if together:
             scores = {**scores, **(yield together)}
         here = _ranked([*gains, *together], scores)[0]
+
+
+def given(variants: Sequence[Variant]) -> Search:
+    """These variants, in one batch: nothing is searched."""
+    if variants:
+        yield list(variants)
 
 
 def _ranked(variants: list[Variant], scores: Scores) -> list[Variant]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
 from pagegen import costs, settings, targets
-from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant, Workload, check
+from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Target, Variant, Workload, check
 from pagegen.spec.layout import USUAL_BLOCK_SIZES
+from pagegen_autotune import known
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.isolated import IsolatedBench
 from pagegen_autotune.ledger import Ledger, Store
 from pagegen_autotune.measure import Bench, KernelBench
 from pagegen_autotune.portfolio import Decision, decide, dispatch_rule
 from pagegen_autotune.report import Report, Row, count_reasons
-from pagegen_autotune.search import STRATEGIES
+from pagegen_autotune.search import STRATEGIES, Strategy, given
 from pagegen_autotune.session import Cell, Session
 from pagegen_autotune.space import space_around
 
@@ -42,6 +43,7 @@ def tune(
     bench: Bench | None = None,
     clock: Callable[[], float] = time.monotonic,
     seed: int = 0,
+    only: Mapping[CacheLayout, Mapping[str, Sequence[Variant]]] | None = None,
 ) -> Report:
     """Finds the variants that serve `spec` best on the batches of `profile`, for each block size and memory order.
 
@@ -51,19 +53,22 @@ def tune(
     the compiler verifies. Either way the dispatch rule of each layout is left in `db`. `budget_s` bounds the seconds;
     the default variants are measured whatever it is.
     Ctrl-C and SIGTERM end the run early: the report then says `interrupted`, and the next run goes on from there.
-    `bench` and `clock` replace what compiles, checks and times, and what tells the time.
+    `bench` and `clock` replace what compiles, checks and times, and what tells the time. `only` names the layouts and
+    for each class of batches ("decode", "mixed" or "all") the variants to measure in place of a search.
 
     Raises ValueError for a spec that no generated kernel serves, for the interpreter and for bad arguments, TuneError
     when not even a default variant passes its check or an absent GPU cannot be compiled for, and the database's errors.
     """
     where, layouts = _checked_arguments(spec, profile, block_sizes, target, budget_s, orders, strategy)
+    if only is not None:
+        layouts = [layout for layout in layouts if layout in only]
     with ExitStack() as stack:
         store: Store = stack.enter_context(_open(db)) if db is None or isinstance(db, str) else db
         stop = stack.enter_context(StopSignal())
         start = clock()
         here = bench is not None or is_present(where)
         device = targets.current_device(where) if here else costs.shipped_device(where)
-        job = _Job(spec, profile, device, store, layouts, strategy)
+        job = _Job(spec, profile, device, store, layouts, strategy, only)
         store.save_profile(profile)
         if here:
             used = bench or stack.enter_context(_bench(spec, where, device, profile, seed))
@@ -96,30 +101,37 @@ def is_present(target: Target) -> bool:
     return True
 
 
+def default_variants(spec: AttentionSpec, layout: CacheLayout, target: Target) -> dict[str, Variant]:
+    """The classes of batches, the narrower first, and their default variants. Where a row's result must not depend on
+    what it is batched with, one variant serves all."""
+    mixed = targets.default_variant(spec, layout, target, decode=False)
+    if spec.batch_invariant:
+        return {"all": mixed}
+    return {"decode": targets.default_variant(spec, layout, target, decode=True), "mixed": mixed}
+
+
 class _Job:
     """What both ways of tuning share: the cells, and how their decisions become stored rules."""
 
     def __init__(
         self, spec: AttentionSpec, profile: Profile, device: Device, store: Store, layouts: Sequence[CacheLayout],
-        strategy: str,
+        strategy: str, only: Mapping[CacheLayout, Mapping[str, Sequence[Variant]]] | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.profile = profile
         self.device = device
         self.store = store
-        self.strategy = STRATEGIES[strategy]
+        self.strategy: Strategy = STRATEGIES[strategy]
         self.code_hash = targets.code_hash(device.target)
         self.cells = [c for layout in layouts for c in self._cells(layout)]
         self.layouts = layouts
+        if only is not None:
+            named = {cell.space: only[cell.layout].get(cell.batches, ()) for cell in self.cells}
+            self.strategy = lambda space: given(named[space])
 
     def defaults(self, layout: CacheLayout) -> dict[str, Variant]:
-        """The classes of batches, the narrower first, and their default variants. Where a row's result must not depend
-        on what it is batched with, one variant serves all."""
-        target = self.device.target
-        mixed = targets.default_variant(self.spec, layout, target, decode=False)
-        if self.spec.batch_invariant:
-            return {"all": mixed}
-        return {"decode": targets.default_variant(self.spec, layout, target, decode=True), "mixed": mixed}
+        """See `default_variants`."""
+        return default_variants(self.spec, layout, self.device.target)
 
     def _cells(self, layout: CacheLayout) -> list[Cell]:
         cells = []
@@ -150,6 +162,24 @@ class _Job:
             code_hash=self.code_hash,
         )  # fmt: skip
 
+    def save_known(self, row: Row, facts: Iterable[CompileFacts | None]) -> None:
+        """Stores what is known without a run: what a compiler told, and what the cost model expects of the variants
+        that a row's decisions name, on the profile's batches."""
+        loads = {cell.batches: [load for load, _ in cell.loads] for cell in self.cells if cell.layout == row.layout}
+        told = list(filter(None, facts))
+        expected = [
+            prediction
+            for batches, variant in _named(row)
+            for prediction in known.predictions(
+                self.spec, row.layout, variant, self.device, loads[batches], self.code_hash
+            )
+        ]
+        with self.store.atomic():  # all is at hand: no other writer waits for a compiler
+            for found in told:
+                self.store.record_facts(found)
+            for prediction in expected:
+                self.store.record_prediction(prediction)
+
     def rejected(self, *others: dict[str, tuple[str, ...]]) -> dict[str, int]:
         return count_reasons([*(cell.space.rejected for cell in self.cells), *others])
 
@@ -158,6 +188,7 @@ def _measured(
     job: _Job, bench: Bench, clock: Callable[[], float], budget_s: float | None, stop: StopSignal, progress: bool,
     seed: int,
 ) -> dict[str, Any]:  # fmt: skip
+    start = clock()
     ledger = Ledger(job.store, job.spec, job.device, job.code_hash, bench)
     session = Session(
         job.cells, ledger, bench, job.strategy, clock=clock, budget_s=budget_s, stop=stop, progress=progress, seed=seed
@@ -184,6 +215,11 @@ def _measured(
         for layout in job.layouts:
             save(next(c for c in job.cells if c.layout == layout))
     rows = tuple(r for r in map(row, job.layouts) if r is not None)
+    for made in () if interrupted else rows:
+        # a GPU kernel is compiled once more to look at it, about a second each
+        late = job.device.target.is_gpu and budget_s is not None and clock() - start > budget_s
+        kernels = [] if late else [(v, decode) for batches, v in _named(made) for decode in known.FORMS[batches]]
+        job.save_known(made, (bench.facts(made.layout, variant, decode=decode) for variant, decode in kernels))
     if not rows and not interrupted:
         raise TuneError(f"no default variant ran on {job.device.target}: {'; '.join(session.left_out)}")
     return {
@@ -220,12 +256,13 @@ def _predicted(job: _Job, clock: Callable[[], float], budget_s: float | None, st
             decisions = [prediction.decide(c, may_go_on) for c in job.cells if c.layout == layout]
             row = job.row(layout, decisions, "predicted", {})
             rows.append(row)
-            known = job.store.portfolio(job.spec, layout, target, job.code_hash)
-            if known is not None and known.evidence.get("kind") == "measured":
+            stored = job.store.portfolio(job.spec, layout, target, job.code_hash)
+            if stored is not None and stored.evidence.get("kind") == "measured":
                 where = f"block size {layout.block_size} {layout.order}"
                 left_out.append(f"{where}: the measured rule in the database stays")
             else:
                 job.save(row)
+            job.save_known(row, (facts for facts in prediction.compiled if facts.layout == layout))
     except KeyboardInterrupt:
         interrupted = True
     return {
@@ -235,6 +272,11 @@ def _predicted(job: _Job, clock: Callable[[], float], budget_s: float | None, st
         "left_out": tuple(left_out),
         "interrupted": interrupted,
     }
+
+
+def _named(row: Row) -> list[tuple[str, Variant]]:
+    """The variants of a row's decisions, with the class of batches of each."""
+    return [(d.batches, variant) for d in row.decisions for variant in dict.fromkeys((d.chosen, d.default))]
 
 
 def _checked_arguments(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from pagegen.spec import AttentionSpec, Measurement, Status, Target
 
 if TYPE_CHECKING:
     from pagegen.db import Database, TransferReport
+    from pagegen.db.staleness import Staleness
 
 url_option = click.option("--db", "url", help="A database file or URL; PAGEGEN_DB or your own by default.")
 
@@ -47,8 +49,9 @@ def command() -> None:
 
 @command.command()
 @url_option
+@output.format_option
 @output.json_option
-def stats(url: str | None, as_json: bool) -> None:
+def stats(url: str | None, table_format: str, as_json: bool) -> None:
     """How much the database holds."""
     with _database(url, read_only=True) as db:
         found = db.stats()
@@ -62,7 +65,7 @@ def stats(url: str | None, as_json: bool) -> None:
             for key, value in found.items()
             for name, shown in (value.items() if isinstance(value, dict) else [("", value)])
         ]
-        return output.table(flat, {"what": "what", "value": "value"})
+        return output.table(flat, {"what": "what", "value": "value"}, table_format)
 
     output.show(found, as_json, text)
 
@@ -74,6 +77,9 @@ def stats(url: str | None, as_json: bool) -> None:
 @click.option("--target", type=TargetType(), help="Only this target.")
 @click.option("--status", type=click.Choice([s.value for s in Status]), help="Only trials that ended so.")
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="The newest so many.")
+@click.option("--pooled", is_flag=True, help="Samples of one question together, with their sources.")
+@output.sql_option
+@output.format_option
 @output.json_option
 def trials(
     url: str | None,
@@ -82,14 +88,26 @@ def trials(
     target: Target | None,
     status: str | None,
     limit: int,
+    pooled: bool,
+    sql: bool,
+    table_format: str,
     as_json: bool,
 ) -> None:
     """The trials, oldest first."""
-    spec = _spec_of(model)
+    from pagegen.db import statements
+
+    wanted: dict[str, Any] = {
+        "spec": spec_of(model), "block_size": block_size, "target": target,
+        "status": Status(status) if status else None,
+    }  # fmt: skip
     with _database(url, read_only=True) as db:
-        found = db.trials(spec=spec, target=target, status=Status(status) if status else None)
-    wanted = [m for m in found if block_size in (None, m.layout.block_size)]
-    shown = wanted[-limit:]
+        if sql:
+            click.echo(statements.text_of(db, statements.listing(limit=limit, **wanted)))
+            return
+        shown, matching = statements.newest(db, limit, **wanted)
+    if pooled:
+        _show_pooled(shown, table_format, as_json)
+        return
 
     def text() -> str:
         columns = {
@@ -97,12 +115,47 @@ def trials(
             "variant": "variant", "batch": "batch", "status": "status", "median_us": "median us",
         }  # fmt: skip
         rows = [{**_trial(m), "block_size": f"{m.layout.block_size} {m.layout.order}"} for m in shown]
-        return output.table(rows, columns) + f"\n{len(shown)} of {len(wanted)} trials"
+        return output.table(rows, columns, table_format) + f"\n{len(shown)} of {matching} trials"
 
-    output.show({"trials": [_trial(m) for m in shown], "matching": len(wanted)}, as_json, text)
+    output.show({"trials": [_trial(m) for m in shown], "matching": matching}, as_json, text)
 
 
-def _spec_of(model: str | None) -> AttentionSpec | None:
+def _show_pooled(found: list[Measurement], table_format: str, as_json: bool) -> None:
+    from pagegen.db.pooling import pools_of
+
+    pools = [
+        {
+            **{k: v for k, v in _trial(pool.trial).items() if k not in ("created_at", "status", "detail")},
+            "samples_us": list(pool.samples_us),
+            "median_us": pool.median_us,
+            "sources": [asdict(source) for source in pool.sources],
+            "conflict": pool.conflict,
+        }
+        for pool in pools_of(found)
+    ]
+    columns = {
+        "heads": "heads", "block_size": "block", "target": "target", "variant": "variant", "batch": "batch",
+        "trials": "trials", "samples": "samples", "median_us": "median us", "conflict": "conflict",
+    }  # fmt: skip
+    rows = [{**p, "trials": len(p["sources"]), "samples": len(p["samples_us"])} for p in pools]
+    output.show({"pools": pools}, as_json, lambda: output.table(rows, columns, table_format))
+
+
+@command.command()
+@url_option
+@output.json_option
+def conflicts(url: str | None, as_json: bool) -> None:
+    """Where the database contradicts itself: trials of one question, portfolios of one kernel. Nothing is dropped."""
+    from pagegen.db.conflicts import portfolio_conflicts, trial_conflicts
+
+    with _database(url, read_only=True) as db, db.store.reading() as connection:
+        found = [*trial_conflicts(connection), *portfolio_conflicts(connection)]
+    document = {"conflicts": [{"what": c.what, "answers": list(c.answers)} for c in found]}
+    output.show(document, as_json, lambda: "\n".join(map(str, found)) or "no conflicts")
+
+
+def spec_of(model: str | None) -> AttentionSpec | None:
+    """The spec that `--model` names, None without one."""
     try:
         return None if model is None else AttentionSpec.from_model(model)
     except ValueError as error:
@@ -133,22 +186,34 @@ def _trial(m: Measurement) -> dict[str, Any]:
 
 
 @command.command("export")
-@click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--as", "kind", type=click.Choice(["jsonl", "t4"]), default="jsonl", show_default=True,
+    help="Everything as JSON lines, or the trials as T4 results, one file a problem in the folder PATH.",
+)  # fmt: skip
 @url_option
 @output.json_option
-def export_(path: Path, url: str | None, as_json: bool) -> None:
-    """Writes every record to PATH as JSON lines, in an order that diffs well."""
+def export_(path: Path, kind: str, url: str | None, as_json: bool) -> None:
+    """Writes every record to PATH as JSON lines, in an order that diffs well; or the trials as T4 results."""
+    from pagegen.db import t4
+
+    if path.is_dir() and kind == "jsonl":
+        raise click.BadParameter(f"must name a file, got the folder {path}", param_hint="PATH")
     with _database(url, read_only=True) as db:
+        if kind == "t4":
+            files = [str(file) for file in t4.export(db.trials(), path)]
+            output.show({"path": str(path), "files": files}, as_json, lambda: f"{len(files)} files in {path}")
+            return
         count = db.export(path)
     output.show({"path": str(path), "records": count}, as_json, lambda: f"{count} records in {path}")
 
 
 @command.command("import")
-@click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
 @url_option
 @output.json_option
 def import_(path: Path, url: str | None, as_json: bool) -> None:
-    """Adds the records of an exported file."""
+    """Adds the records of an exported file, or of T4 results: a file or a folder of them."""
     with _database(url, read_only=False) as db:
         report = db.import_(path)
     _show_transfer(report, str(path), as_json)
@@ -171,10 +236,13 @@ def _show_transfer(report: TransferReport, source: str, as_json: bool) -> None:
         "present": report.present,
         "malformed": list(report.malformed),
         "ignored": list(report.ignored),
+        "conflicts": list(report.conflicts),
     }
     output.show(document, as_json, lambda: f"{report.added} records added, {report.present} there already")
     for note in report.ignored:
-        click.echo(f"ignored: {note}", err=True)
+        click.echo(f"kept, and ignored: {note}", err=True)
+    for conflict in report.conflicts:
+        click.echo(f"conflict, both kept: {conflict}", err=True)
     for problem in report.malformed:
         click.echo(f"left out: {problem}", err=True)
     if report.malformed:
@@ -187,13 +255,45 @@ def _show_transfer(report: TransferReport, source: str, as_json: bool) -> None:
 @url_option
 @output.json_option
 def verify(url: str | None, as_json: bool) -> None:
-    """Checks pages, keys, rows and times; exit code 1 when something is wrong."""
+    """Checks pages, keys, rows and times; exit code 1 when something is wrong. Says which portfolios a new compiler or
+    driver made stale, and which the templates left behind: neither is a fault of the database."""
+    from pagegen.db.staleness import VALID
+
     with _database(url, read_only=True) as db:
         problems = db.verify()
+        stale = [s for s in _staleness(db) if s.state != VALID]
         name = db.name
-    output.show({"database": name, "problems": problems}, as_json, lambda: "\n".join(problems) or f"{name} is sound")
+
+    def text() -> str:
+        told = [f"{s.state}: {s.place}: {s.why}" for s in stale]
+        return "\n".join([*(problems or [f"{name} is sound"]), *told])
+
+    document = {"database": name, "problems": problems, "stale": [s.to_dict() for s in stale]}
+    output.show(document, as_json, text)
     if problems:
         raise output.Failure(f"{name} has {len(problems)} problems: export what can be read and import it elsewhere")
+
+
+def _staleness(db: Database) -> list[Staleness]:
+    """The state of the portfolios; of targets that are not here, by their templates alone."""
+    from pagegen_autotune.measure import environment_of
+    from pagegen_autotune.tuner import is_present
+
+    from pagegen import targets
+    from pagegen.db import DatabaseError
+    from pagegen.db.staleness import staleness
+
+    here: dict[Target, dict[str, str] | None] = {}
+
+    def environment(target: Target) -> dict[str, str] | None:
+        if target not in here:
+            here[target] = environment_of(target) if is_present(target) else None
+        return here[target]
+
+    try:
+        return staleness(db, code_hash=targets.code_hash, environment=environment)
+    except DatabaseError:  # damage that stops the reading is among the problems already
+        return []
 
 
 @command.command()
@@ -214,3 +314,21 @@ def prune(url: str | None, target: Target, keep: tuple[str, ...], dry_run: bool,
     output.show(
         document, as_json, lambda: f"{verb}: " + ", ".join(f"{count} {name}" for name, count in removed.items())
     )
+
+
+@command.command()
+@url_option
+@click.option("--to", type=click.IntRange(min=1), help="The schema version; the present one by default.")
+@output.json_option
+def migrate(url: str | None, to: int | None, as_json: bool) -> None:
+    """Leads a database of another version of the schema to the present one, or back for an older pagegen.
+
+    Writing to an older database does so by itself; this is for one that is only read from now on."""
+    from pagegen.db.schema import SCHEMA_VERSION
+
+    with _database(url, read_only=False) as db:
+        version = SCHEMA_VERSION if to is None else to
+        if version != SCHEMA_VERSION:
+            db.store.migrate(version)
+        name = db.name
+    output.show({"database": name, "schema_version": version}, as_json, lambda: f"{name} has schema version {version}")

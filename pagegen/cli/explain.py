@@ -66,10 +66,13 @@ def command(
     from pagegen import selection
 
     with plain_failures():
-        chosen = selection.select(spec, layout, target, workload, db=url)
+        explanation = selection.explain_selection(spec, layout, target, workload, db=url)
         device = selection.device_for(target)
         times_us = measured_us(spec, layout, device, workload, url)
-        document = explain(spec, layout, device, workload, chosen, prefix_groups=groups, times_us=times_us)
+        document = explain(
+            spec, layout, device, workload, explanation.selection, prefix_groups=groups, times_us=times_us
+        )
+        document |= explanation.ladder_dict()
         if rejected:
             document["rejected"] = rejections(spec, layout, device)
     output.show({"model": model, **document}, as_json, lambda: _text(model, document))
@@ -87,8 +90,8 @@ def measured_us(
     """The median time of every variant that was tried on exactly this batch and device. Empty without a database."""
     from pagegen import targets
     from pagegen.db import DatabaseError
-    from pagegen.db.block_size import measured_medians
-    from pagegen.selection.ladder import opened
+    from pagegen.db.figures import measured_medians
+    from pagegen.selection.candidates import opened
 
     try:
         with opened(url) as db:
@@ -125,6 +128,8 @@ def explain(
         "variant": chosen.variant.to_dict(),
         "variant_name": chosen.variant.name,
         "reason": chosen.reason,
+        "grade": chosen.grade,
+        "confidence": chosen.confidence,
         "distance": chosen.distance,
         "evidence": chosen.evidence,
         "predicted_us": chosen.predicted_us,
@@ -215,11 +220,13 @@ def _text(model: str, document: dict[str, Any]) -> str:
     lines = [
         f"{model}, block size {layout['block_size']} {layout['order']} on {document['device']} ({document['target']})",
         f"variant   {document['variant_name'] if document['served_by'] == 'kernel' else 'none, the reference path'}",
-        f"why       {document['reason']} (distance {document['distance']:.3g})",
+        f"why       {document['reason']}",
+        f"grade     {document['grade']}, confidence {document['confidence']}, distance {document['distance']:.3g}",
         f"time      {'-' if us is None else f'{us:.1f} us'} ({time})",
         f"roofline  {'-' if roofline_us is None else f'{roofline_us:.1f} us'}"
         + ("" if share is None else f", {share:.0%} of the {time} time"),
         "",
+        *_ladder_lines(document),
         *_path_lines(document["paths"]),
         output.table(document["quantities"], {"name": "quantity", "value": "value", "expression": "for one sequence"}),
     ]
@@ -227,6 +234,25 @@ def _text(model: str, document: dict[str, Any]) -> str:
         columns = {"variants": "variants", "reason": "rejected because", "example": "such as"}
         lines += ["", output.table(document["rejected"], columns) if document["rejected"] else "no variant is rejected"]
     return "\n".join(lines)
+
+
+def _ladder_lines(document: dict[str, Any]) -> list[str]:
+    """The ladder, and the near misses field by field."""
+    if document["evidence"].get("dispatch"):
+        lines = [f"an operator prepared from this database takes {document['evidence']['dispatch']}", ""]
+    else:
+        lines = []
+    lines += [output.table(document["ladder"], {"grade": "ladder", "state": "", "why": "why"}), ""]
+    rows = [
+        {
+            "place": miss["place"] if not i else "", "target": miss["target"] if not i else "", "field": name,
+            "stored": stored, "asked": asked,
+        }
+        for miss in document["near_misses"]
+        for i, (name, (stored, asked)) in enumerate(miss["fields"].items())
+    ]  # fmt: skip
+    columns = {"place": "near miss", "target": "target", "field": "field", "stored": "stored", "asked": "asked for"}
+    return [*lines, output.table(rows, columns), ""] if rows else lines
 
 
 def _path_lines(paths: list[dict[str, Any]]) -> list[str]:

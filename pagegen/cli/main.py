@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "pagegen.cli.inspect",
     "profile": "pagegen.cli.profile",
     "query": "pagegen.cli.query",
+    "report": "pagegen.cli.report",
     "tune": "pagegen.cli.tune",
 }
 

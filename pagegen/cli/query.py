@@ -9,7 +9,7 @@ import click
 
 from pagegen.cli import options, output
 from pagegen.cli.db import plain_failures, url_option
-from pagegen.spec import Profile, Target
+from pagegen.spec import AttentionSpec, Profile, Target
 from pagegen.spec.models import find_geometry
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def profile_of(name: str) -> Profile:
     help="Rank by the server's tokens/s, or by what a token waits for (p99).",
 )  # fmt: skip
 @url_option
+@output.sql_option
+@output.format_option
 @output.json_option
 def command(
     model: str,
@@ -68,6 +70,8 @@ def command(
     memory: int | None,
     objective: str,
     url: str | None,
+    sql: bool,
+    table_format: str,
     as_json: bool,
 ) -> None:
     """The best block size for a model under a traffic profile, with what is measured and what is predicted.
@@ -80,6 +84,10 @@ def command(
     num_layers = find_geometry(model).attn_layers
     from pagegen import selection
 
+    if sql:
+        with plain_failures():
+            click.echo(_statements(spec, target, profile, url))
+        return
     with plain_failures():
         rows = selection.best_block_size(
             spec, target, profile, db=url, memory_bytes=memory, objective=objective, num_layers=num_layers
@@ -95,7 +103,7 @@ def command(
         "rows": [row.to_dict() for row in rows],
         "hint": _hint(rows, model, profile_name, target),
     }
-    output.show(document, as_json, lambda: _text(rows, document))
+    output.show(document, as_json, lambda: _text(rows, document, table_format))
 
 
 def _hint(rows: list[BlockSizeRow], model: str, profile: str, target: Target) -> str | None:
@@ -109,7 +117,28 @@ def _hint(rows: list[BlockSizeRow], model: str, profile: str, target: Target) ->
     return f"some rows rest on the cost model for part of the traffic; run {command_line}"
 
 
-def _text(rows: list[BlockSizeRow], document: dict[str, Any]) -> str:
+def _statements(spec: AttentionSpec, target: Target, profile: Profile, url: str | None) -> str:
+    """What is asked of the database: the layouts, then for each its samples with the variants that serve it."""
+    from pagegen import selection, targets
+    from pagegen.db import open_db, statements
+
+    code, device = targets.code_hash(target), selection.device_for(target)
+    with open_db(url, read_only=True) as db:
+        parts = [
+            "-- the block sizes that were measured",
+            statements.text_of(db, statements.layouts(spec, target, code)),
+        ]
+        for layout in db.measured_layouts(spec, target, code):
+            rule = selection.rule_for(spec, layout, target, db)
+            statement = statements.times(spec, layout, device, code, rule.variants, profile)
+            parts += [
+                f"-- samples at block size {layout.block_size} {layout.order} on {device.name}",
+                statements.text_of(db, statement),
+            ]
+    return "\n".join(parts)
+
+
+def _text(rows: list[BlockSizeRow], document: dict[str, Any], table_format: str) -> str:
     columns = {
         "block_size": "block", "order": "order", "times": "times", "step_us": "step us", "p50_us": "p50 us",
         "p99_us": "p99 us", "tokens_per_s": "tokens/s", "waste": "waste %", "metadata_bytes": "metadata B/seq",
@@ -117,7 +146,7 @@ def _text(rows: list[BlockSizeRow], document: dict[str, Any]) -> str:
     }  # fmt: skip
     if document["memory_bytes"] is None:
         del columns["admitted_sequences"]
-    table = output.table([_shown(row) for row in rows], columns)
+    table = output.table([_shown(row) for row in rows], columns, table_format)
     best = rows[0]
     lines = [
         f"{document['model']} on {best.device}, profile {document['profile']}, best {document['objective']} first",

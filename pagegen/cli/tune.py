@@ -63,6 +63,11 @@ class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
     "--strategy", type=click.Choice(["coordinate", "exhaustive"]), default="coordinate", show_default=True,
     help="Search around the default variant, or measure every legal one.",
 )  # fmt: skip
+@click.option(
+    "--revalidate", is_flag=True,
+    help="Measure the best stored variants again where the compiler or driver changed since; no search.",
+)  # fmt: skip
+@click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="How many, with --revalidate.")
 @url_option
 @output.json_option
 def command(
@@ -76,6 +81,8 @@ def command(
     orders: tuple[str, ...],
     budget: float | None,
     strategy: str,
+    revalidate: bool,
+    top: int,
     url: str | None,
     as_json: bool,
 ) -> None:
@@ -83,6 +90,8 @@ def command(
 
     Every trial is kept in the database, and a run that was stopped goes on where it stopped. For a GPU that is not in
     this machine, variants are ranked by the cost model and compiled; the result is marked as predicted.
+
+    With --revalidate, block sizes, orders and strategy are the stored ones: see `pagegen db verify` for what is stale.
     """
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
     profile = profile_of(profile_name)
@@ -90,14 +99,18 @@ def command(
         raise click.BadParameter(
             "the interpreter's times mean nothing: name cpu, or a GPU such as sm_90", param_hint="--target"
         )
+    from pagegen_autotune.revalidate import revalidate as measure_again
     from pagegen_autotune.tuner import TuneError, tune
 
     with plain_failures():
         try:
-            report = tune(
-                spec, profile, block_sizes=block_sizes, target=target, db=url, budget_s=budget, orders=orders,
-                strategy=strategy,
-            )  # fmt: skip
+            if revalidate:
+                report = measure_again(spec, profile, target=target, db=url, budget_s=budget, k=top)
+            else:
+                report = tune(
+                    spec, profile, block_sizes=block_sizes, target=target, db=url, budget_s=budget, orders=orders,
+                    strategy=strategy,
+                )  # fmt: skip
         except TuneError as error:
             raise output.Failure(str(error)) from error
     output.show({"model": model, **report.to_dict()}, as_json, lambda: str(report))

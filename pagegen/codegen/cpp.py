@@ -13,10 +13,7 @@ CACHE_OPS = "cache_ops.hpp"
 # Limits to hold kernels against: of its own, since no kernel changes when it does.
 PROBES = "probes.hpp"
 # Every C++ template: what the hash is over.
-TEMPLATES = (
-    ATTENTION, "stream.hpp", "words.hpp", "bytes.hpp", "rows.hpp", "panel.hpp", "ends.hpp", "softmax.hpp", "tiles.hpp",
-    "plan.hpp", "products.hpp", "narrow.hpp", "call.hpp", "vectors.hpp", "merge.hpp", CACHE_OPS,
-)  # fmt: skip
+TEMPLATES = templates.CPP
 # Positions are 32-bit integers in the template; nothing is this far from anything.
 _FAR = 2**30
 

@@ -12,11 +12,8 @@ from pagegen.spec import AttentionSpec, CacheLayout, TritonVariant
 from pagegen.spec.dtypes import INT4, QUERY_DTYPES
 from pagegen.spec.variant import next_power_of_two, pieces
 
-ATTENTION = "attention.py"
-BALANCED = "balanced.py"
-CACHE_OPS = "cache_ops.py"
 # Every Triton template: what the hash is over.
-TEMPLATES = (ATTENTION, BALANCED, CACHE_OPS)
+TEMPLATES = ATTENTION, BALANCED, CACHE_OPS = templates.TRITON
 # Partial results that one turn of the reduce kernel merges: a float32 tile of 16 x 128 is 16 registers a thread.
 REDUCE_CHUNK = 16
 

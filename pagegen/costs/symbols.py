@@ -188,7 +188,10 @@ class _Printer(NumPyPrinter):  # type: ignore[misc]
         return self._nested("maximum", expr.args)
 
 
-_LAMBDIFY = threading.Lock()  # sympy fills its table of numpy's names at the first call, and others find it half full
+_LAMBDIFY = threading.Lock()  # sympy fills its tables of names at the first call, and others find them half full
+# What compiled expressions may call. Naming "numpy" instead makes sympy import all that numpy loads when first asked
+# for (its Fortran wrapper and more): 100 ms of the first prediction.
+_NUMPY = {name: value for name, value in vars(np).items() if not name.startswith("_")}
 
 
 @functools.cache
@@ -200,7 +203,7 @@ def _compiled(expression: Any) -> tuple[Callable[..., Any], tuple[str, ...]]:
     arguments = sorted(expression.free_symbols, key=lambda s: str(s.name))
     printer = _Printer({"fully_qualified_modules": False, "inline": True, "allow_unknown_functions": True})
     with _LAMBDIFY:
-        function = sympy.lambdify(arguments, expression, modules="numpy", printer=printer)
+        function = sympy.lambdify(arguments, expression, modules=[_NUMPY], printer=printer)
     return function, tuple(str(s.name) for s in arguments)
 
 

@@ -1,18 +1,29 @@
 """The tuning database: every trial kept, shared safely, asked in one line."""
 
+from pagegen.db import figures, leads  # noqa: F401  what a first answer needs is loaded with the package
+from pagegen.db.absorbing import TransferReport
 from pagegen.db.block_size import BlockSizeRow
 from pagegen.db.database import Database, open_db
-from pagegen.db.errors import DatabaseError, ForeignDatabase, MissingDatabase, NewerSchema, ReadOnlyDatabase
+from pagegen.db.errors import (
+    DamagedDatabase,
+    DatabaseError,
+    ForeignDatabase,
+    MissingDatabase,
+    NewerSchema,
+    OlderSchema,
+    ReadOnlyDatabase,
+)
 from pagegen.db.queries import Portfolio
-from pagegen.db.transfer import TransferReport
 
 __all__ = [
     "BlockSizeRow",
+    "DamagedDatabase",
     "Database",
     "DatabaseError",
     "ForeignDatabase",
     "MissingDatabase",
     "NewerSchema",
+    "OlderSchema",
     "Portfolio",
     "ReadOnlyDatabase",
     "TransferReport",

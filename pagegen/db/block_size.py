@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,21 +14,13 @@ from pagegen.spec import (
     CacheLayout,
     Device,
     DispatchRule,
-    Measurement,
     Profile,
-    Status,
     Variant,
     Workload,
     check,
 )
-from pagegen.spec.result import COMPARE, CONFIRM, PURPOSE
 
 OBJECTIVES = ("throughput", "latency")
-# Samples that the tuner took to confirm a winner; those of the search flatter it (winners measured again scored 0.94
-# of what the search had shown), so they count only where there are no others. Before both go the samples taken in
-# rounds over all block sizes, since those taken minutes apart do not compare.
-RANKS = {CONFIRM: 1, COMPARE: 2}
-
 # Block sizes within 2 % of the best one's time are told apart by what they waste: trials repeat no better than that.
 TIE = 0.02
 
@@ -86,20 +77,19 @@ def row(
     device: Device,
     profile: Profile,
     rule: DispatchRule,
-    trials: Iterable[Measurement],
+    medians: Mapping[tuple[Variant, Workload], float],
     *,
     memory_bytes: int | None = None,
     num_layers: int = 1,
 ) -> BlockSizeRow:
-    """What one layout gives on `device` with the variants of `rule`. `trials` are this layout's own on that device;
-    where a workload has none for the variant that serves it, the cost model answers and the row says so.
+    """What one layout gives on `device` with the variants of `rule`. `medians` are this layout's measured times on that
+    device; where a workload has none for the variant that serves it, the cost model answers and the row says so.
 
     Raises ValueError where the cost model is needed and knows no rate of the device.
     """
     check.integer("num_layers", num_layers)
     if memory_bytes is not None:
         check.integer("memory_bytes", memory_bytes)
-    medians = measured_medians(trials)
     admitted = None if memory_bytes is None else _admitted(spec, layout, profile, memory_bytes, num_layers)
     used: dict[str, None] = {}
     steps = []
@@ -154,20 +144,6 @@ def ranked(rows: Iterable[BlockSizeRow], objective: str) -> list[BlockSizeRow]:
         return (*standing(r), not ties, r.waste_share if ties else 0.0, *aims(r), r.waste_share, r.block_size)
 
     return sorted(rows, key=key)
-
-
-def measured_medians(trials: Iterable[Measurement]) -> dict[tuple[Variant, Workload], float]:
-    """The median time by variant and workload over the samples of all their trials, of the best kind (see RANKS) that
-    there is."""
-    samples: dict[tuple[Variant, Workload, int], list[float]] = {}
-    for trial in trials:
-        if trial.status is Status.OK:
-            rank = RANKS.get(trial.environment.get(PURPOSE, ""), 0)
-            samples.setdefault((trial.variant, trial.workload, rank), []).extend(trial.samples_us)
-    medians: dict[tuple[Variant, Workload], float] = {}
-    for variant, workload, rank in sorted(samples, key=lambda k: k[2]):  # the best kind last: it stays
-        medians[variant, workload] = statistics.median(samples[variant, workload, rank])
-    return medians
 
 
 def _step(

@@ -1,44 +1,47 @@
-"""Opening a database: URLs, SQLite's pragmas, transactions, and errors that name the file and the remedy.
+"""Opening a database: URLs, tables of the present version, transactions, and errors that name the place and the remedy.
 
 Connections live as long as one transaction (NullPool), so none is ever shared between threads or carried across a
-fork. SQLite runs in WAL mode where the file system allows it, with a busy timeout. Beside them a store that writes
-holds one idle connection: without it every transaction would be the file's last and copy its WAL back and delete it
-(34 against 5 ms a recorded trial on a busy 2-core machine). It is closed before a fork.
+fork. Beside them a store that writes to a SQLite file holds one idle connection: without it every transaction would be
+the file's last and copy its WAL back and delete it (34 against 5 ms a recorded trial on a busy 2-core machine). It is
+closed before a fork. Writers queue, on SQLite's file lock or on PostgreSQL's advisory lock: of two transactions that
+add the same things in different orders one would otherwise fail by deadlock.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sqlite3
 import threading
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from urllib.parse import quote
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from pagegen.db.errors import DatabaseError, ForeignDatabase, MissingDatabase, NewerSchema, ReadOnlyDatabase
-from pagegen.db.schema import SCHEMA_VERSION, metadata, schema_info
+from pagegen.db import filesystem, forks, migrations, sqlite
+from pagegen.db.errors import (
+    ELSEWHERE,
+    REMEDY,
+    DamagedDatabase,
+    DatabaseError,
+    ForeignDatabase,
+    MissingDatabase,
+    NewerSchema,
+    OlderSchema,
+    ReadOnlyDatabase,
+)
+from pagegen.db.schema import APPLICATION_ID, SCHEMA_VERSION, metadata, schema_info
 
-BUSY_TIMEOUT_S = 30.0
-ELSEWHERE = "name another database with --db or PAGEGEN_DB"
-REMEDY = f"move it away, or {ELSEWHERE}"
+log = logging.getLogger(__name__)
 
-_STORES: weakref.WeakSet[Store] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    # SQLite forbids a child even to close a connection that its parent opened
-    for store in list(_STORES):
-        store.release()
-
-
-os.register_at_fork(before=_before_fork)
+CONNECT_TIMEOUT_S = 10
+# What SQLite and PostgreSQL say when nothing may be written, and when another held a lock for too long.
+_READ_ONLY = ("readonly", "read-only", "permission denied")
+_BUSY = ("locked", "lock timeout")
 
 
 class Store:
@@ -46,81 +49,122 @@ class Store:
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self.path = sqlite_path(url)
-        self.name = str(self.path) if self.path is not None else _masked(url)
-        self.read_only = read_only or (self.path is not None and _cannot_write(self.path))
+        self.name = str(self.path) if self.path is not None else masked(url)
+        self.read_only = read_only or (self.path is not None and sqlite.cannot_write(self.path))
         self._active = threading.local()
         self._keeper: sqlite3.Connection | None = None
         self._keeper_lock = threading.Lock()
-        _STORES.add(self)
-        self._engine = self._create_engine(url)
+        forks.watch(self)
+        self._engine = self._server(url) if self.path is None else self._file(self.path)
         try:
             self._prepare()
         except DatabaseError:
             self._engine.dispose()
             raise
 
-    def _create_engine(self, url: str) -> sa.Engine:
-        if self.path is None:
-            try:
-                return sa.create_engine(url, poolclass=NullPool)
-            except ModuleNotFoundError as error:
-                raise DatabaseError(f"{self.name} needs the module {error.name}: install it") from error
+    def _server(self, url: str) -> sa.Engine:
+        parsed = sa.engine.make_url(url)
+        if parsed.drivername == "postgresql":  # whatever this SQLAlchemy's default driver is
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        if "connect_timeout" not in parsed.query:
+            parsed = parsed.update_query_dict({"connect_timeout": str(CONNECT_TIMEOUT_S)})
         try:
-            if self.read_only and not self.path.exists():
-                raise MissingDatabase(f"there is no tuning database at {self.path}: run pagegen tune, or {ELSEWHERE}")
-            if not self.read_only:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.is_dir():
-                raise ForeignDatabase(f"{self.path} is a folder, not a tuning database: name a file")
-        except OSError as error:
+            return sa.create_engine(parsed, poolclass=NullPool)
+        except ModuleNotFoundError as error:
             raise DatabaseError(
-                f"{self.path} cannot hold a tuning database ({error}): name another place with --db or PAGEGEN_DB"
+                f"{self.name} needs the module {error.name}: pip install 'pagegen-attention[postgres]'"
             ) from error
-        connect = functools.partial(_connect, _sqlite_uri(self.path, self.read_only))
+
+    def _file(self, path: Path) -> sa.Engine:
+        try:
+            if self.read_only and not path.exists():
+                raise MissingDatabase(f"there is no tuning database at {path}: run pagegen tune, or {ELSEWHERE}")
+            if not self.read_only:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise ForeignDatabase(f"{path} is a folder, not a tuning database: name a file")
+        except OSError as error:
+            raise DatabaseError(f"{path} cannot hold a tuning database ({error}): {ELSEWHERE}") from error
+        connect = functools.partial(sqlite.connect, sqlite.uri(path, self.read_only))
         engine = sa.create_engine("sqlite://", creator=connect, poolclass=NullPool)
-        sa.event.listen(engine, "begin", _on_begin)
+        sa.event.listen(engine, "begin", sqlite.on_begin)
         return engine
 
+    # --- making and checking ----------------------------------------------------------------------------------
+
     def _prepare(self) -> None:
-        """Checks that the database is ours, of a known version and whole; makes the tables in an empty one."""
+        """Checks that the database is ours, of a known version and whole; makes or upgrades the tables."""
+        if self.read_only or self.path is None:
+            self._settle()
+            return
+        with sqlite.alone(self.path):  # who makes, upgrades or sets aside does it undisturbed by who opens to write
+            try:
+                self._settle()
+            except sqlite3.Error as error:
+                raise self._explained(error) from error
+
+    def _settle(self) -> None:
+        tables, version = self._found()
+        if not self.read_only and (not tables or self._older(tables, version)):
+            if self.path is not None:
+                sqlite.settle_journal(self.path)
+            self._make_tables()
+            tables, version = self._found()
+        self._check(tables, version)
+        if self.path is not None and not self.read_only and filesystem.is_shared(self.path):
+            sqlite.settle_journal(self.path)  # a file that came from elsewhere
+
+    def _found(self) -> tuple[set[str], object]:
+        """The names of the tables that are there, and the version that they say they have."""
         with self.reading() as connection:
+            if self.path is not None and sqlite.is_cut(self.path):
+                raise DamagedDatabase(f"{self.name} is cut short: {REMEDY}")
             tables = set(sa.inspect(connection).get_table_names())
-            version = None
-            if schema_info.name in tables:
-                version = connection.execute(sa.select(schema_info.c.version)).scalar()
-        if not tables and not self.read_only:
-            self._create_tables()
-        elif not tables:
+            known = schema_info.name in tables
+            return tables, connection.execute(sa.select(schema_info.c.version)).scalar() if known else None
+
+    @staticmethod
+    def _older(tables: set[str], version: object) -> bool:
+        return schema_info.name in tables and isinstance(version, int) and 0 < version < SCHEMA_VERSION
+
+    def _make_tables(self) -> None:
+        """Makes or upgrades the tables in one transaction; of several processes that come at once, one does."""
+        with self._transaction(write=True) as connection:
+            if not sa.inspect(connection).get_table_names():
+                metadata.create_all(connection)
+                migrations.stamp(connection)
+            elif connection.execute(sa.select(schema_info.c.version)).scalar() != SCHEMA_VERSION:
+                migrations.migrate(connection)
+                log.info("%s was led up to schema version %d", self.name, SCHEMA_VERSION)
+            if self.path is not None:
+                connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
+
+    def _check(self, tables: set[str], version: object) -> None:
+        if not tables:
             raise MissingDatabase(f"{self.name} is empty: run pagegen tune, or name another database")
-        elif schema_info.name not in tables:
+        if schema_info.name not in tables:
             some = ", ".join(sorted(tables)[:3])
             raise ForeignDatabase(f"{self.name} is another program's database (tables {some}): {REMEDY}")
-        elif isinstance(version, int) and version > SCHEMA_VERSION:
+        if isinstance(version, int) and version > SCHEMA_VERSION:
             raise NewerSchema(
                 f"{self.name} has schema version {version}, this pagegen knows up to {SCHEMA_VERSION}: "
                 f"upgrade pagegen, or {ELSEWHERE}"
             )
-        elif version != SCHEMA_VERSION or not set(metadata.tables) <= tables:
-            raise ForeignDatabase(f"{self.name} has lost part of its tables: {REMEDY}")
+        if self._older(tables, version):
+            copy = "copy it to where it can be written, and " if self.path and sqlite.cannot_write(self.path) else ""
+            raise OlderSchema(
+                f"{self.name} has schema version {version}, this pagegen reads {SCHEMA_VERSION}: "
+                f"{copy}run pagegen db migrate --db {self.name if not copy else 'COPY'}, or {ELSEWHERE}"
+            )
+        if version != SCHEMA_VERSION or not set(metadata.tables) <= tables:
+            raise DamagedDatabase(f"{self.name} has lost part of its tables: {REMEDY}")
 
-    def _create_tables(self) -> None:
-        # one immediate transaction: of several processes that open a new file, one makes the tables
-        with self._transaction(write=True) as connection:  # not `writing`: the WAL switch needs the file alone
-            if sa.inspect(connection).get_table_names():
-                return
-            metadata.create_all(connection)
-            connection.execute(schema_info.insert().values(version=SCHEMA_VERSION))
-        if self.path is not None:
-            self._switch_to_wal()
+    def migrate(self, version: int) -> None:
+        """Leads the tables to another schema version, for an older pagegen. This store cannot use them any more."""
+        with self.writing() as connection:
+            migrations.migrate(connection, version)
 
-    def _switch_to_wal(self) -> None:
-        # The switch ignores the busy timeout and needs the file alone. Whoever loses that race, or has a file system
-        # without shared memory, keeps the rollback journal: slower with many writers, as safe.
-        try:
-            with self._engine.connect() as connection:
-                connection.connection.cursor().execute("PRAGMA journal_mode=WAL").close()
-        except (DBAPIError, sqlite3.Error):
-            return
+    # --- transactions -----------------------------------------------------------------------------------------
 
     @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
@@ -149,10 +193,17 @@ class Store:
         if held is not None and held[0] == os.getpid():  # never a parent's connection after a fork
             yield held[1]
             return
+        if write and self.path is not None and forks.is_lost(self.path):
+            raise DatabaseError(
+                f"{self.name} cannot be written by this process, which was forked inside a transaction on it: fork "
+                "before or after, or start the process anew"
+            )
         try:
-            with self._engine.connect() as connection:
-                connection = connection.execution_options(pagegen_write=write)
+            with self._watched(), self._engine.connect() as connection:
+                connection = self._set_up(connection, write)
                 with connection.begin():
+                    if write and self.path is None:
+                        _queue(connection)
                     if write:
                         self._active.held = (os.getpid(), connection)
                     try:
@@ -162,16 +213,34 @@ class Store:
         except SQLAlchemyError as error:
             raise self._explained(error) from error
 
-    def _explained(self, error: SQLAlchemyError) -> DatabaseError:
+    def _watched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.path is None else forks.transaction(self.path)
+
+    def _set_up(self, connection: sa.Connection, write: bool) -> sa.Connection:
+        if self.path is not None:
+            return connection.execution_options(pagegen_write=write)
+        if write:
+            return connection
+        # as SQLite has it: all statements of a transaction that reads see one moment
+        return connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+
+    def _explained(self, error: SQLAlchemyError | sqlite3.Error) -> DatabaseError:
         cause = str(getattr(error, "orig", None) or error).splitlines()[0]
         if "not a database" in cause or "malformed" in cause:
-            return ForeignDatabase(f"{self.name} is damaged or no database ({cause}): {REMEDY}")
-        if "readonly" in cause:
-            return ReadOnlyDatabase(f"{self.name} cannot be written ({cause}): {ELSEWHERE}")
-        if isinstance(error, OperationalError) and "locked" in cause:
+            return DamagedDatabase(f"{self.name} is damaged or no database ({cause}): {REMEDY}")
+        if self.path is not None and "unable to open" in cause and sqlite.has_log_out_of_reach(self.path):
             return DatabaseError(
-                f"{self.name} was busy for {BUSY_TIMEOUT_S:.0f} s ({cause}): end what holds it, or {ELSEWHERE}"
+                f"{self.name} has commits in its log, which SQLite reads only where it may write: copy it and "
+                f"{self.path.name}-wal to a folder that can be written, and name that with --db or PAGEGEN_DB"
             )
+        if any(words in cause for words in _READ_ONLY):
+            return ReadOnlyDatabase(f"{self.name} cannot be written ({cause}): {ELSEWHERE}")
+        if any(words in cause for words in _BUSY):
+            return DatabaseError(
+                f"{self.name} was busy for {sqlite.BUSY_TIMEOUT_S:.0f} s ({cause}): end what holds it, or {ELSEWHERE}"
+            )
+        if self.path is None and "connect" in cause:
+            return DatabaseError(f"{self.name} does not answer ({cause}): start or reach the server, or {ELSEWHERE}")
         return DatabaseError(f"{self.name} cannot be used ({cause}): check the place and the disk, or {REMEDY}")
 
     def _keep_open(self) -> None:
@@ -179,7 +248,7 @@ class Store:
             return
         with self._keeper_lock:
             if self._keeper is None:
-                keeper = _connect(_sqlite_uri(self.path, read_only=False), check_same_thread=False)
+                keeper = sqlite.connect(sqlite.uri(self.path, read_only=False), check_same_thread=False)
                 try:
                     # opens the file; connecting alone does not
                     keeper.execute("SELECT 1 FROM sqlite_master").fetchall()
@@ -201,6 +270,13 @@ class Store:
         self._engine.dispose()
 
 
+def _queue(connection: sa.Connection) -> None:
+    """Waits for the other writers of a PostgreSQL database."""
+    milliseconds = int(sqlite.BUSY_TIMEOUT_S * 1000)
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
+    connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({APPLICATION_ID})")
+
+
 def sqlite_path(url: str) -> Path | None:
     """The file of a SQLite database given as a path or a sqlite URL; None for a server's URL.
 
@@ -213,7 +289,7 @@ def sqlite_path(url: str) -> Path | None:
         return Path(text).expanduser()
     try:
         parsed = sa.engine.make_url(text)
-    except SQLAlchemyError as error:
+    except (SQLAlchemyError, ValueError) as error:  # ValueError: a port that is no number
         raise ValueError(f"url must be a path, sqlite:///PATH or postgresql://..., got {text!r}") from error
     backend = parsed.get_backend_name()
     if backend == "sqlite":
@@ -221,43 +297,10 @@ def sqlite_path(url: str) -> Path | None:
             raise ValueError(f"url must name a file, got {text!r}: a tuning database lives in a file")
         return Path(str(parsed.database)).expanduser()
     if backend != "postgresql":
-        raise ValueError(f"url must be a path, sqlite:///PATH or postgresql://..., got {_masked(text)!r}")
+        raise ValueError(f"url must be a path, sqlite:///PATH or postgresql://..., got {masked(text)!r}")
     return None
 
 
-def _masked(url: str) -> str:
+def masked(url: str) -> str:
+    """A URL without its password."""
     return sa.engine.make_url(url).render_as_string(hide_password=True)
-
-
-def _cannot_write(path: Path) -> bool:
-    if not path.exists():
-        return False
-    return not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK))
-
-
-def _sqlite_uri(path: Path, read_only: bool) -> str:
-    place = "file:" + quote(str(path.absolute()))
-    if not read_only:
-        return place + "?mode=rwc"
-    # In a folder that cannot be written SQLite has nowhere to put a WAL file's shared memory; without pending WAL
-    # pages the file cannot change under us, which is what immutable promises.
-    wal = path.with_name(path.name + "-wal")
-    pending = wal.exists() and wal.stat().st_size > 0
-    frozen = not os.access(path.parent, os.W_OK) and not pending
-    return place + "?mode=ro" + ("&immutable=1" if frozen else "")
-
-
-def _connect(uri: str, *, check_same_thread: bool = True) -> sqlite3.Connection:
-    # isolation_level None: the driver begins no transaction of its own; `_on_begin` does
-    connection = sqlite3.connect(
-        uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=check_same_thread
-    )
-    connection.execute("PRAGMA foreign_keys=ON")
-    connection.execute("PRAGMA synchronous=NORMAL")  # WAL: a power cut may lose the last commits, never the file
-    return connection
-
-
-def _on_begin(connection: sa.Connection) -> None:
-    # IMMEDIATE: a transaction that reads and then writes would fail at once when another writer came between
-    write = connection.get_execution_options().get("pagegen_write")
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")

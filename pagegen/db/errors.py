@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+ELSEWHERE = "name another database with --db or PAGEGEN_DB"
+REMEDY = f"move it away, or {ELSEWHERE}"
+
 
 class DatabaseError(RuntimeError):
     """The database cannot do what was asked."""
@@ -15,8 +18,16 @@ class ForeignDatabase(DatabaseError):
     """The file is no pagegen database: garbage, cut short, or another program's."""
 
 
+class DamagedDatabase(ForeignDatabase):
+    """The file is no whole database: garbage, cut short, or with parts of its tables lost."""
+
+
 class NewerSchema(DatabaseError):
     """The database was written by a newer pagegen."""
+
+
+class OlderSchema(DatabaseError):
+    """The database was written by an older pagegen and was opened for reading, so that it could not be led up."""
 
 
 class ReadOnlyDatabase(DatabaseError):

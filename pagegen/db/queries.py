@@ -107,7 +107,7 @@ TRIALS = (
 )  # fmt: skip
 PORTFOLIOS = (
     sa.select(
-        portfolios.c.id, portfolios.c.digest, portfolios.c.rule, portfolios.c.created_at,
+        portfolios.c.id, portfolios.c.digest, portfolios.c.rule, portfolios.c.kind, portfolios.c.created_at,
         kernels.c.data.label("kernel"), devices.c.data.label("device"), profiles.c.data.label("profile"),
     )
     .select_from(portfolios)
@@ -117,7 +117,7 @@ PORTFOLIOS = (
     .order_by(portfolios.c.created_at.desc(), portfolios.c.digest)
 )  # fmt: skip
 
-PROFILES = sa.select(profiles.c.id, profiles.c.data).order_by(profiles.c.name, profiles.c.digest)
+PROFILES = sa.select(profiles.c.id, profiles.c.digest, profiles.c.data).order_by(profiles.c.name, profiles.c.digest)
 
 
 def of_kernel(

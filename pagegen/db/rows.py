@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from pagegen.db import codec, schema
-from pagegen.spec import Device, DispatchRule, Measurement, Profile
+from pagegen.spec import CompileFacts, Device, DispatchRule, Measurement, Prediction, Profile
 
 
 @dataclass
@@ -66,9 +66,36 @@ class Writer:
         )
         return self.add(schema.portfolios, {**codec.portfolio_row(rule, created_at, digests), **references})[1]
 
+    def add_facts(self, facts: CompileFacts) -> bool:
+        """Adds what a compiler made of a kernel; False when the identical facts are there."""
+        f = facts
+        digests, references = self.add_parents(
+            kernel=(schema.kernels, codec.kernel_row(f.spec, f.layout, f.target, f.code_hash)),
+            variant=(schema.variants, codec.variant_row(f.variant)),
+            environment=(schema.environments, codec.environment_row(f.environment)),
+        )
+        return self.add(schema.compile_facts, {**codec.facts_row(f, digests), **references})[1]
+
+    def add_prediction(self, prediction: Prediction) -> bool:
+        """Adds a prediction; False when the identical one is there."""
+        p = prediction
+        digests, references = self.add_parents(
+            kernel=(schema.kernels, codec.kernel_row(p.spec, p.layout, p.device.target, p.code_hash)),
+            device=(schema.devices, codec.device_row(p.device)),
+            variant=(schema.variants, codec.variant_row(p.variant)),
+            workload=(schema.workloads, codec.workload_row(p.workload)),
+        )
+        return self.add(schema.predictions, {**codec.prediction_row(p, digests), **references})[1]
+
+    def add_extra(self, record: str, owner: str, field: str, value: Any) -> bool:
+        """Keeps what a record held that this version does not know; see `schema.extras`."""
+        return self.add(schema.extras, codec.extra_row(record, owner, field, value))[1]
+
 
 def _insert_or_ignore(connection: sa.Connection, table: sa.Table) -> Any:
-    """An insert that leaves an existing row of the same digest alone, in the connection's dialect."""
-    if connection.dialect.name == "postgresql":
-        return postgresql.insert(table).on_conflict_do_nothing(index_elements=["digest"])
-    return sqlite.insert(table).on_conflict_do_nothing(index_elements=["digest"])
+    """An insert that leaves an existing row of the same digest alone, in the connection's dialect; its result counts
+    the rows that were new."""
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    statement = insert(table).on_conflict_do_nothing(index_elements=["digest"])
+    # inline: a statement that returns keys does not count
+    return statement.inline().execution_options(preserve_rowcount=True)

@@ -1,16 +1,23 @@
-"""The tables, in SQLAlchemy Core and portable SQL.
+"""The tables of schema version 2, in SQLAlchemy Core and portable SQL; `pagegen.db.migrations` leads there from others.
 
 A thing that many trials share (device, environment, kernel, variant, workload, profile) is stored once. `digest` is
 the sha256 of its canonical, versioned JSON (`data`; see `pagegen.db.codec`) and its unique key; the named columns
 repeat what people and look-ups ask for. A trial's `key` is what a tuner asks for ("was this measured here?"), its
 `digest` covers everything it holds, so that recording and merging add each trial once.
+
+What a compiler said of a kernel (`compile_facts`) and what a model expects (`predictions`) have tables of their own: a
+prediction is no trial. `extras` keeps what a newer pagegen wrote into records beside what this one knows.
 """
 
 from __future__ import annotations
 
 from sqlalchemy import BigInteger, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 1
+from pagegen.spec.result import COMPILE_COUNTS
+
+SCHEMA_VERSION = 2
+# In the header of a SQLite file, so that a damaged one is still known as ours: "page" in ASCII.
+APPLICATION_ID = 0x70616765
 
 metadata = MetaData()
 
@@ -23,14 +30,25 @@ def _reference(table: str, *, index: bool = False) -> Column[int]:
     return Column(f"{table}_id", Integer, ForeignKey(f"{table}s.id"), nullable=False, index=index)
 
 
+def _unknown_is_zero(name: str) -> Column[float]:
+    return Column(name, Float, nullable=False, server_default="0")
+
+
+def _text(*names: str) -> list[Column[str]]:
+    return [Column(name, Text, nullable=False, server_default="") for name in names]
+
+
+# Read at every opening, and by every older pagegen, which then asks for an upgrade.
 schema_info = Table("pagegen_schema", metadata, Column("version", Integer, nullable=False))
+# The same version as Alembic keeps it; both change in one transaction.
+revision = Table("pagegen_revision", metadata, Column("version_num", String(32), primary_key=True))
 
 devices = Table(
     "devices",
     metadata,
     Column("id", Integer, primary_key=True),
     _digest(),
-    # digest of what makes it the same device for look-up: everything but the rates, which are measured or nominal
+    # digest of what makes it the same device for look-up: see `codec.device_identity`
     Column("identity", String(64), nullable=False, index=True),
     Column("name", Text, nullable=False),
     Column("target", String(32), nullable=False),
@@ -39,7 +57,18 @@ devices = Table(
     Column("bandwidth_gb_s", Float, nullable=False),
     Column("matrix_tflops", Float, nullable=False),
     Column("data", Text, nullable=False),
+    _unknown_is_zero("last_level_cache_mib"),
+    _unknown_is_zero("shared_memory_kib"),
+    Column("registers_per_unit", Integer, nullable=False, server_default="0"),
+    Column("max_threads_per_unit", Integer, nullable=False, server_default="0"),
+    _unknown_is_zero("core_clock_mhz"),
+    _unknown_is_zero("memory_clock_mhz"),
+    _unknown_is_zero("power_limit_w"),
+    *_text("partition", "features"),
 )
+
+# What an environment says of itself under these names has a column, the rest is in `data` only.
+ENVIRONMENT_COLUMNS = ("pagegen", "torch", "triton", "compiler", "driver", "runtime", "python", "system", "threads")
 
 environments = Table(
     "environments",
@@ -47,6 +76,8 @@ environments = Table(
     Column("id", Integer, primary_key=True),
     _digest(),
     Column("data", Text, nullable=False),
+    Column("identity", String(64), nullable=False, server_default=""),  # see `codec.environment_identity`
+    *_text(*ENVIRONMENT_COLUMNS),
 )
 
 kernels = Table(
@@ -77,6 +108,7 @@ kernels = Table(
     Column("target", String(32), nullable=False),
     Column("code_hash", Text, nullable=False),
     Column("data", Text, nullable=False),
+    Column("kv_zero_points", Integer, nullable=False, server_default="0"),
     Index("kernels_by_question", "spec_digest", "target", "code_hash"),
 )
 
@@ -121,7 +153,47 @@ trials = Table(
     Column("max_error", Text),  # a number as Python writes it: SQLite has no NaN, and a wrong result may be NaN
     Column("detail", Text, nullable=False),
     Column("created_at", String(40), nullable=False),
-    Index("trials_by_question", "kernel_id", "variant_id", "workload_id"),
+    # choosing a block size finds its trials and counts devices in this index alone
+    Index("trials_by_question", "kernel_id", "device_id", "variant_id", "workload_id", "status"),
+)
+
+compile_facts = Table(
+    "compile_facts",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    _digest(),
+    _reference("kernel", index=True),
+    _reference("variant"),
+    _reference("environment"),
+    Column("form", String(16), nullable=False),
+    *[Column(name, BigInteger) for name in COMPILE_COUNTS],
+    Column("loop", Text, nullable=False),  # JSON: instructions of the main loop by kind
+    Column("created_at", String(40), nullable=False),
+)
+
+predictions = Table(
+    "predictions",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    _digest(),
+    _reference("kernel", index=True),
+    _reference("device"),
+    _reference("variant"),
+    _reference("workload"),
+    Column("predicted_us", Float, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("created_at", String(40), nullable=False),
+)
+
+extras = Table(
+    "extras",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    _digest(),
+    Column("record", Text, nullable=False),  # the kind of the record that it came in
+    Column("owner", String(64), nullable=False, index=True),  # digest of the row made of that record, "" for none
+    Column("field", Text, nullable=False),  # "" where the whole record is of an unknown kind
+    Column("value", Text, nullable=False),  # canonical JSON
 )
 
 profiles = Table(
@@ -144,4 +216,5 @@ portfolios = Table(
     _reference("profile"),
     Column("rule", Text, nullable=False),  # JSON of DispatchRule, its reason and evidence included
     Column("created_at", String(40), nullable=False),
+    *_text("kind"),  # of the rule's evidence: "measured" or "predicted"
 )

@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from pagegen import costs, targets
-from pagegen.selection.ladder import device_for, opened, rule_for, sentence
-from pagegen.spec import (
-    AttentionSpec,
-    CacheLayout,
-    Device,
-    Measurement,
-    Profile,
-    Selection,
-    Status,
-    Target,
-    Variant,
-    Workload,
-    check,
-)
+from pagegen.selection.candidates import device_for, opened, sentence
+from pagegen.selection.grades import workload_distance
+from pagegen.selection.ladder import Ladder, rule_for
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Selection, Target, Variant, Workload, check
 from pagegen.spec.layout import USUAL_BLOCK_SIZES
 
 if TYPE_CHECKING:
     from pagegen.db import Database
     from pagegen.db.block_size import BlockSizeRow
 
-# Distance of two batches that are alike in every figure that `workload_distance` compares, yet not the same.
-UNLIKE_IN_DETAIL = 0.01
-
 
 def select(
     spec: AttentionSpec, layout: CacheLayout, target: Target | str, workload: Workload, db: Database | str | None = None
 ) -> Selection:
-    """The variant for one batch, decided as `rule_for` decides.
+    """The variant for one batch: the first answer on the ladder (see `pagegen.selection.ladder`) whose evidence lies
+    within the validity radius of the batch, with its grade and confidence.
 
-    `predicted_us` is the median of that variant's trials on this very batch (`evidence["time"]` is "measured"), else
+    A prepared operator follows `rule_for`, which knows no batch; where it takes another variant,
+    `evidence["dispatch"]` names that.
+
+    `predicted_us` is the median of the variant's trials on this very batch (`evidence["time"]` is "measured"), else
     that on the nearest batch, scaled by the cost model's ratio of the two ("scaled"), else the cost model's own figure
     ("predicted"; the reference path's where it serves), else None. Never raises for a database; TypeError, ValueError
     for wrong arguments.
     """
+    target, layout = checked(spec, layout, target, workload)
+    return selected(Ladder(spec, layout, target, db, workload))
+
+
+def checked(
+    spec: AttentionSpec, layout: CacheLayout, target: Target | str, workload: Workload
+) -> tuple[Target, CacheLayout]:
+    """The target parsed and the layout as the operator sees it. Raises TypeError or ValueError naming the argument."""
     for name, value, kind in (
         ("spec", spec, AttentionSpec),
         ("layout", layout, CacheLayout),
         ("workload", workload, Workload),
     ):
         check.instance(name, value, kind)
-    target, layout = Target.parse(target), layout.canonical(spec.num_kv_heads)
-    rule = rule_for(spec, layout, target, db)
-    variant = rule.choose(workload.num_seqs, workload.max_query_len, workload.max_context_len)
+    return Target.parse(target), layout.canonical(spec.num_kv_heads)
+
+
+def selected(ladder: Ladder) -> Selection:
+    """The selection for a ladder that was set up for a batch."""
+    spec, layout, target, workload, db = ladder.spec, ladder.layout, ladder.target, ladder.workload, ladder.db
+    if workload is None:
+        raise ValueError("ladder must be for a workload, got none")
+    rule = ladder.rule()
+    asked = (workload.num_seqs, workload.max_query_len, workload.max_context_len)
+    variant = rule.choose(*asked)
     us, further, evidence = None, 0.0, dict(rule.evidence)
     try:
         if evidence.get("kind") == "reference":
@@ -56,11 +62,33 @@ def select(
         else:
             us, further, found = _expected(spec, layout, target, variant, workload, db)
         evidence.update(found)
+        dispatch = _dispatched(ladder, asked)
+        if dispatch not in (None, variant):
+            evidence["dispatch"] = dispatch.name if dispatch else ""
     except Exception as error:  # as on the ladder: no file may stop a model
         evidence["time"] = f"unknown: {sentence(error)}"
     return Selection(
-        variant=variant, reason=rule.reason, distance=rule.distance + further, predicted_us=us, evidence=evidence
+        variant=variant,
+        reason=rule.reason,
+        # the batch's own distance is part of the rule's where a portfolio answered
+        distance=max(rule.distance, further),
+        predicted_us=us,
+        evidence=evidence,
+        grade=str(evidence["grade"]),
+        confidence=str(evidence["confidence"]),
     )
+
+
+def _dispatched(ladder: Ladder, asked: tuple[int, int, int]) -> Variant | None:
+    """What the tuned rule of this very kernel takes, where there is one: it is what `prepare` loads."""
+    here = [c for c in ladder.judged if c.same_device and c.lead.layout == ladder.layout]
+    if not here:
+        return None
+    first = min(here, key=lambda c: not c.measured)  # stable
+    clauses = first.lead.rule.clauses
+    if ladder.spec.batch_invariant:
+        return clauses[-1].variant
+    return next(c.variant for c in clauses if c.admits(*asked))
 
 
 def _expected(
@@ -90,37 +118,21 @@ def _nearest_trial(
 ) -> tuple[Workload, float] | None:  # fmt: skip
     """The batch on which this variant was measured that is nearest to the asked one, and its median."""
     from pagegen.db import DatabaseError
-    from pagegen.db.block_size import measured_medians
+    from pagegen.db.figures import medians
 
+    code = targets.code_hash(device.target)
     try:
         with opened(db) as source:
-            found = _trials(source, spec, layout, device, variant)
+            found = medians(source, spec, layout, device, code, variants=[variant], workloads=[workload])
+            if not found:
+                found = medians(source, spec, layout, device, code, variants=[variant])
     except DatabaseError:
         return None  # the rule's reason says what is wrong with it
-    medians = {load: us for (_, load), us in measured_medians(found).items() if load.is_decode == workload.is_decode}
-    if not medians:
+    by_load = {load: us for (_, load), us in found.items() if load.is_decode == workload.is_decode}
+    if not by_load:
         return None
-    best = min(medians, key=lambda load: (workload_distance(load, workload), load.context_lens, load.query_lens))
-    return best, medians[best]
-
-
-def _trials(
-    db: Database, spec: AttentionSpec, layout: CacheLayout, device: Device, variant: Variant | None = None
-) -> list[Measurement]:
-    code = targets.code_hash(device.target)
-    return db.trials(
-        spec=spec, layout=layout, target=device.target, device=device, variant=variant, status=Status.OK, code_hash=code
-    )
-
-
-def workload_distance(a: Workload, b: Workload) -> float:
-    """How unlike two batches are: the Euclidean distance of the base-2 logarithms of their sequences, total and longest
-    context, and queries. 0 for the same batch only."""
-
-    def point(w: Workload) -> list[float]:
-        return [math.log2(1 + x) for x in (w.num_seqs, w.total_context, w.max_context_len, w.total_q)]
-
-    return 0.0 if a == b else max(math.dist(point(a), point(b)), UNLIKE_IN_DETAIL)
+    best = min(by_load, key=lambda load: (workload_distance(load, workload), load.context_lens, load.query_lens))
+    return best, by_load[best]
 
 
 def best_block_size(
@@ -145,30 +157,30 @@ def best_block_size(
     check.instance("spec", spec, AttentionSpec)
     check.instance("profile", profile, Profile)
     target = Target.parse(target)
-    from pagegen.db import DatabaseError, block_size
+    from pagegen.db import DatabaseError, block_size, figures
 
-    device, layouts, trials = device_for(target), [], {}
+    device, layouts = device_for(target), []
+    code = targets.code_hash(target)
     try:
         with opened(db) as source:
-            code = targets.code_hash(target)
-            device = _measured_device(source, spec, code, device)
+            device = figures.measured_device(source, spec, code, device)
             layouts = source.measured_layouts(spec, target, code)
-            trials = {layout: _trials(source, spec, layout, device) for layout in layouts}
     except DatabaseError:
         pass  # every row's reason says what is wrong with it
-    rows = [
-        block_size.row(
-            spec, layout, device, profile, rule_for(spec, layout, target, db), trials.get(layout, ()),
-            memory_bytes=memory_bytes, num_layers=num_layers,
+    rows = []
+    for layout in layouts or [CacheLayout(block_size=b) for b in USUAL_BLOCK_SIZES]:
+        rule = rule_for(spec, layout, target, db)
+        medians = {}
+        try:
+            with opened(db) as source:
+                medians = figures.medians(
+                    source, spec, layout, device, code, variants=rule.variants, workloads=profile.workloads
+                )
+        except DatabaseError:
+            pass  # as above
+        rows.append(
+            block_size.row(
+                spec, layout, device, profile, rule, medians, memory_bytes=memory_bytes, num_layers=num_layers
+            )
         )
-        for layout in layouts or [CacheLayout(block_size=b) for b in USUAL_BLOCK_SIZES]
-    ]  # fmt: skip
     return block_size.ranked(rows, objective)
-
-
-def _measured_device(db: Database, spec: AttentionSpec, code: str, here: Device) -> Device:
-    from pagegen.db.codec import device_identity
-
-    measured = db.measured_devices(spec, here.target, code)
-    is_here = [device for device in measured if device_identity(device) == device_identity(here)]
-    return here if is_here or not measured else measured[0]

@@ -1,13 +1,17 @@
 """The ladder of evidence behind every choice of variant.
 
-A rung that has no answer says why, and the next is asked:
-  1. the portfolio tuned for exactly this kernel (spec, layout, target, code), on this device before any other;
-  2. the portfolio of the same spec, target and code at the nearest other layout whose variants are legal here;
-  3. the cost model's choice among a handful of legal variants;
-  4. the default variant.
+A rung that has no answer says why, and the next is asked (grades: see `pagegen.selection.grades`):
+  1. the portfolio tuned for exactly this kernel (spec, layout, target, code) on this device; where a batch is asked
+     for, it must be one of those tuned on, or one within the radius of one (then "near");
+  2. one tuned on this device for the nearest other layout whose variants are feasible here;
+  3. one of another product of this arch, feasible here;
+  4. one of another arch, feasible here;
+  5. the cost model's choice among a handful of legal variants;
+  6. the default variant.
 Where no generated kernel serves the spec at all (a CPU without a compiler, say) the answer is the reference path.
 Nothing here raises for a miss or a broken database: a model must run whatever state a file is in. Every answer carries
-its reason, which is logged once.
+its reason, which is logged once. For a given content of the database the answer is a pure function of the question:
+neither the order of rows nor the clock has a part in it.
 """
 
 from __future__ import annotations
@@ -15,23 +19,35 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pagegen import costs, targets
-from pagegen.selection.predicted import predicted_rule
-from pagegen.spec import AttentionSpec, CacheLayout, Clause, Device, DispatchRule, Target
+from pagegen.selection import feasibility
+from pagegen.selection.candidates import Candidate, candidate, device_for, opened, sentence
+from pagegen.selection.grades import (
+    DEFAULT,
+    EXACT,
+    GRADES,
+    NEAR,
+    OTHER_ARCH,
+    PREDICTED,
+    RADIUS,
+    REFERENCE,
+    confidence,
+)
+from pagegen.selection.predicted import PREDICTED_MARGIN, predicted_rule
+from pagegen.spec import AttentionSpec, CacheLayout, Clause, Device, DispatchRule, Target, Workload
 
 if TYPE_CHECKING:
-    from pagegen.db import Database, Portfolio
+    from pagegen.db import Database
 
 log = logging.getLogger("pagegen.selection")
 
 DEFAULT_DISTANCE = 32.0
-OTHER_DEVICE_DISTANCE = 0.5
-OTHER_ORDER_DISTANCE = 1.0
+# Misses that a reason spells out; `evidence["missed"]` has them all.
+MAX_MISSED = 4
 
 
 def rule_for(
@@ -40,32 +56,41 @@ def rule_for(
     """The dispatch rule for a kernel: the best evidence there is, with its reason and distance (0: tuned right here).
 
     `db` is a Database, a path or URL, or None for the default database, which is opened for reading and never made.
-    Never raises for a database: what is wrong with it is part of the reason, and `evidence["missed"]` lists it.
+    Never raises for a database: what is wrong with it is part of the reason, and `evidence["missed"]` lists it;
+    `evidence["grade"]` and `["confidence"]` say how good the answer is.
     """
     return Ladder(spec, layout.canonical(spec.num_kv_heads), Target.parse(target), db).rule()
 
 
 @dataclass
 class Ladder:
-    """The rungs for one question. `missed` collects why each rung above the answer had none."""
+    """The rungs for one question, about one batch where `workload` is given. `missed` collects why each rung above the
+    answer had none, `rungs` the same by grade."""
 
     spec: AttentionSpec
     layout: CacheLayout
     target: Target
     db: Database | str | None
+    workload: Workload | None = None
     missed: list[str] = field(default_factory=list)
+    rungs: dict[str, list[str]] = field(default_factory=lambda: {grade: [] for grade in GRADES})
+    judged: list[Candidate] = field(default_factory=list)
+    _name: str = ""
 
     def rule(self) -> DispatchRule:
         """The first answer on the ladder. See `rule_for`."""
         unserved = targets.unsupported(self.spec, self.target)
         if unserved is not None:
             return self._explained(self._reference(unserved))
-        for rung in (self._tuned, self._predicted):
+        steps: tuple[tuple[str, Callable[[], DispatchRule | None]], ...] = (
+            ("", self._tuned), (PREDICTED, self._predicted)
+        )  # fmt: skip
+        for grade, rung in steps:
             try:
                 rule = rung()
             # a broken file, a damaged row, a missing driver: whatever it is, the next rung answers and says so
             except Exception as error:
-                self.missed.append(sentence(error))
+                self._miss(grade, sentence(error))
                 # a file that is not there yet is no fault
                 level = logging.INFO if type(error).__name__ == "MissingDatabase" else logging.WARNING
                 _log_once(level, f"selection for {self.target} goes on without: {sentence(error)}")
@@ -75,59 +100,141 @@ class Ladder:
         return self._explained(self._default())
 
     def _explained(self, rule: DispatchRule) -> DispatchRule:
-        reason = "; ".join([rule.reason, *self.missed])
+        more = len(self.missed) - MAX_MISSED
+        rest = [f"and {more} more portfolios that are too far or not legal here"] if more > 0 else []
+        reason = "; ".join([rule.reason, *self.missed[:MAX_MISSED], *rest])
         _log_once(logging.INFO, f"{self.target}, block size {self.layout.block_size} {self.layout.order}: {reason}")
-        evidence = {**rule.evidence, "missed": list(self.missed)}
+        grade = rule.evidence["grade"]
+        measured = rule.evidence.get("kind") == "measured"
+        evidence = {
+            **rule.evidence, "confidence": confidence(grade, measured, rule.distance), "missed": list(self.missed)
+        }  # fmt: skip
         # where a row's result must not depend on its neighbours, neither may its kernel
         clauses = rule.clauses[-1:] if self.spec.batch_invariant else rule.clauses
         return DispatchRule(clauses=clauses, reason=reason, distance=rule.distance, evidence=evidence)
 
+    def _miss(self, grade: str, why: str) -> None:
+        self.missed.append(why)
+        if grade:
+            self.rungs[grade].append(why)
+
+    # --- what was tuned ---------------------------------------------------------------------------------------
+
     def _tuned(self) -> DispatchRule | None:
-        with opened(self.db) as db:
-            known = db.portfolios(spec=self.spec, target=self.target)
-            name = db.name
-        code = targets.code_hash(self.target)
-        found = [p for p in known if p.code_hash == code]
-        # nearest first, measured before predicted, newest first as the database gives them
-        order = {id(p): (self._distance(p), p.rule.evidence.get("kind") != "measured") for p in found}
-        for portfolio in sorted(found, key=lambda p: order[id(p)]):
-            distance = order[id(portfolio)][0]
-            illegal = self._illegal(portfolio) if distance else ""  # what was tuned right here needs no estimate
-            if not illegal:
-                return _rule_of(portfolio, distance, self.layout)
-            self.missed.append(f"the portfolio of {_place(portfolio)} is not legal here: {illegal}")
-        if not found:
-            older = f" ({len(known)} of other code: run pagegen tune again)" if known else ""
-            self.missed.append(f"{name} has no readable portfolio for this spec and code on {self.target}{older}")
+        """The best portfolio: by grade, then nearest, measured before predicted, newest first."""
+        from pagegen.db.queries import UNDECODABLE
+
+        for one in self.candidates():
+            try:
+                why = self._refusal(one)
+                if not why:
+                    return self._rule_of(one)
+            except UNDECODABLE:
+                self.judged.remove(one)
+                why = self._nothing_readable(f" at {one.lead.place} (it is damaged: run pagegen db verify)")
+            one.refused = why
+            self._miss(one.grade, why)
         return None
 
-    def _distance(self, portfolio: Portfolio) -> float:
-        """0 for this kernel on this device; grows by doublings of the block size, another order, another device."""
-        from pagegen.db.codec import device_identity
+    def _nothing_readable(self, more: str) -> str:
+        return f"{self._name} has no readable portfolio for this spec and code on {self.target}{more}"
 
-        apart = abs(math.log2(portfolio.layout.block_size / self.layout.block_size))
-        other_device = device_identity(portfolio.device) != device_identity(self._device)
-        other_order = portfolio.layout.order != self.layout.order
-        return apart + OTHER_ORDER_DISTANCE * other_order + OTHER_DEVICE_DISTANCE * other_device
+    def candidates(self) -> list[Candidate]:
+        """The portfolios of this spec and code that can be read, in the order in which they are asked."""
+        from pagegen.db.leads import Lead, leads
 
-    def _illegal(self, portfolio: Portfolio) -> str:
-        """Why a variant of the portfolio may not run here, or ""."""
-        for variant in portfolio.rule.variants:
-            reasons = costs.legal(self.spec, self.layout, variant, self._device)
+        code = targets.code_hash(self.target)
+        with opened(self.db) as db:
+            known = list(leads(db, self.spec))
+            self._name = db.name
+        found, older, damaged = [], 0, 0
+        distances: dict[str, float] = {}
+        for lead in known:
+            if not isinstance(lead, Lead):
+                damaged += 1
+            elif lead.target.family != self.target.family:
+                continue
+            elif lead.code_hash != code:
+                older += lead.target == self.target
+            else:
+                one = candidate(lead, self.layout, self.device, self.workload, distances)
+                damaged += one is None
+                found += [] if one is None else [one]
+        if damaged:
+            _log_once(logging.WARNING, f"{damaged} portfolios of {self._name} cannot be read; run pagegen db verify")
+        if not found:
+            more = f" ({older} of other code: run pagegen tune again)" if older else ""
+            self.missed.append(self._nothing_readable(more))
+        # stable: newest first within equals, as the database gives them
+        self.judged = sorted(found, key=lambda c: (GRADES.index(c.grade), c.distance, not c.measured))
+        return list(self.judged)
+
+    def _refusal(self, one: Candidate) -> str:
+        """Why a portfolio does not answer, or ""."""
+        if self.workload is not None and one.batch_distance > RADIUS:
+            where = "has no such batches" if math.isinf(one.batch_distance) else f"is {one.batch_distance:.1f} away"
+            return f"the traffic that {one.lead.place} was tuned on {where}, further than the radius of {RADIUS:g}"
+        if one.same_device and one.lead.layout == self.layout:
+            return ""  # what was tuned right here needs no estimate
+        for variant in one.lead.rule.variants:
+            reasons = feasibility.infeasible(self.spec, self.layout, variant, self.device)
             if reasons:
-                return f"{variant.name}: {reasons[0]}"
+                return f"the portfolio of {one.lead.place} is not legal here: {variant.name}: {reasons[0]}"
         return ""
 
+    def _rule_of(self, one: Candidate) -> DispatchRule:
+        lead, rule = one.lead, one.lead.rule
+        reason = rule.reason
+        if lead.layout != self.layout:
+            reason += f" (for {lead.place}, the nearest that is legal here)"
+        elif one.grade == OTHER_ARCH:
+            reason += f" (on {lead.device_name} of {lead.target}: another architecture, whose variants are legal here)"
+        elif not one.same_device:
+            reason += f" (on {lead.device_name}, which is not the device here)"
+        elif one.renamed:
+            reason += f" (on {lead.device_name}: alike in everything but the name)"
+        return DispatchRule(
+            clauses=rule.clauses,
+            reason=reason,
+            distance=rule.distance + one.distance,
+            evidence={
+                **rule.evidence,
+                "grade": one.grade,
+                "profile": lead.profile.name,
+                "device": lead.device_name,
+                "tuned_at": lead.created_at,
+                "tuned_layout": lead.layout.to_dict(),
+            },
+        )
+
     @functools.cached_property
-    def _device(self) -> Device:
+    def device(self) -> Device:
         return device_for(self.target)
 
+    # --- what was not -----------------------------------------------------------------------------------------
+
     def _predicted(self) -> DispatchRule:
-        return predicted_rule(self.spec, self.layout, self._device)
+        rule = predicted_rule(self.spec, self.layout, self.device)
+        rule = replace(rule, evidence={**rule.evidence, "grade": PREDICTED})
+        return rule if self.workload is None else self._against_the_tuned(rule, self.workload)
+
+    def _against_the_tuned(self, rule: DispatchRule, workload: Workload) -> DispatchRule:
+        """Beyond the radius the tuned choice stays unless the model expects another to be clearly faster: it proved
+        itself here, if on other batches, and it is what a prepared operator takes."""
+        here = next((c for c in self.judged if c.grade in (EXACT, NEAR) and c.lead.layout == self.layout), None)
+        if here is None:
+            return rule
+        asked = (workload.num_seqs, workload.max_query_len, workload.max_context_len)
+        kept, other = here.lead.rule.choose(*asked), rule.choose(*asked)
+        times = {v: costs.predict_us(self.spec, self.layout, v, self.device, workload) for v in (kept, other)}
+        if times[other] <= (1 - PREDICTED_MARGIN) * times[kept]:
+            return rule
+        reason = f"the cost model expects nothing clearly faster than what {here.lead.profile.name} was tuned to"
+        return replace(rule, clauses=(Clause(variant=kept),), reason=reason)
 
     def _reference(self, why: str) -> DispatchRule:
         """What `pagegen.ops` does without a kernel, as a rule: see `Selection`."""
-        evidence = {"kind": "reference", "why": why}
+        evidence = {"kind": "reference", "why": why, "grade": REFERENCE}
         return replace(self._default(), reason=f"the reference path serves: {why}", evidence=evidence)
 
     def _default(self) -> DispatchRule:
@@ -138,60 +245,8 @@ class Ladder:
             clauses=(*(() if one else (Clause(variant=decode, max_query_len=1),)), Clause(variant=longer)),
             reason="the default variant",
             distance=DEFAULT_DISTANCE,
-            evidence={"kind": "default"},
+            evidence={"kind": "default", "grade": DEFAULT},
         )
-
-
-def device_for(target: Target) -> Device:
-    """This machine's device for the target, or the shipped one that stands for an absent GPU. Raises ValueError for a
-    GPU arch that is neither here nor in the table."""
-    try:
-        return targets.current_device(target)
-    except ValueError:  # the GPU is not in this machine
-        return costs.shipped_device(target)
-
-
-@contextmanager
-def opened(db: Database | str | None) -> Iterator[Database]:
-    """The database to ask: `db` itself, or the one at that place (None: the default), opened for reading."""
-    from pagegen.db import Database, open_db
-
-    if isinstance(db, Database):
-        yield db
-    else:
-        with open_db(db, read_only=True) as found:
-            yield found
-
-
-def sentence(error: Exception) -> str:
-    """The error's first line, with its kind where it is not the database's own, which may be terse."""
-    text = (str(error).splitlines() or [""])[0]
-    ours = type(error).__module__ == "pagegen.db.errors"
-    return text if ours else f"{type(error).__name__}: {text}"
-
-
-def _rule_of(portfolio: Portfolio, distance: float, layout: CacheLayout) -> DispatchRule:
-    reason = portfolio.rule.reason
-    if portfolio.layout != layout:
-        reason += f" (for {_place(portfolio)}, the nearest that is legal here)"
-    elif distance:
-        reason += f" (on {portfolio.device.name}, which is not the device here)"
-    return DispatchRule(
-        clauses=portfolio.rule.clauses,
-        reason=reason,
-        distance=portfolio.rule.distance + distance,
-        evidence={
-            **portfolio.rule.evidence,
-            "profile": portfolio.profile.name,
-            "device": portfolio.device.name,
-            "tuned_at": portfolio.created_at,
-            "tuned_layout": portfolio.layout.to_dict(),
-        },
-    )
-
-
-def _place(portfolio: Portfolio) -> str:
-    return f"block size {portfolio.layout.block_size} {portfolio.layout.order} on {portfolio.device.name}"
 
 
 @functools.lru_cache(maxsize=4096)

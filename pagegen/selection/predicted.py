@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from pagegen import costs, targets
@@ -24,6 +25,7 @@ UNBOUNDED_SEQS, UNBOUNDED_CONTEXT = 256, 32768
 PREFILL = Workload(context_lens=(2048,) * 4, query_lens=(512,) * 4)
 
 
+@functools.lru_cache(maxsize=256)  # 0.4 s: 15 classes of batches, some 40 variants each
 def predicted_rule(spec: AttentionSpec, layout: CacheLayout, device: Device) -> DispatchRule:
     """The rule of the variants that the cost model expects to be fastest, the default where none is clearly so.
 

@@ -3,7 +3,7 @@
 from pagegen.spec.attention import AttentionSpec
 from pagegen.spec.dtypes import DTYPES, bytes_per_element, dtype_name, parse_dtype
 from pagegen.spec.layout import CacheLayout
-from pagegen.spec.result import Measurement, Selection, Status
+from pagegen.spec.result import CompileFacts, Measurement, Prediction, Selection, Status
 from pagegen.spec.rule import Clause, DispatchRule
 from pagegen.spec.target import Device, Target
 from pagegen.spec.variant import CppVariant, TritonVariant, Variant
@@ -14,10 +14,12 @@ __all__ = [
     "AttentionSpec",
     "CacheLayout",
     "Clause",
+    "CompileFacts",
     "CppVariant",
     "Device",
     "DispatchRule",
     "Measurement",
+    "Prediction",
     "Profile",
     "Selection",
     "Status",

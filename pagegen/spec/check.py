@@ -28,7 +28,10 @@ def integers(name: str, values: Any, *, at_least: int = 1) -> tuple[int, ...]:
     """`values`, each an int of at least `at_least`, as a tuple. Raises TypeError or ValueError."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a sequence of integers, got {type(values).__name__} {values!r}")
-    return tuple(integer(name, value, at_least=at_least) for value in values)
+    found = tuple(values)
+    if {*map(type, found)} == {int} and min(found) >= at_least:  # a profile holds thousands of them
+        return found
+    return tuple(integer(name, value, at_least=at_least) for value in found)
 
 
 def number(name: str, value: Any) -> float:

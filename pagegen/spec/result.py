@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagegen.spec import check
 from pagegen.spec.attention import AttentionSpec
 from pagegen.spec.layout import CacheLayout
 from pagegen.spec.target import Device, Target
@@ -15,6 +16,7 @@ from pagegen.spec.workload import Workload
 
 # Keys of a tuner's trial in its environment: samples of one session with one index were taken in one round.
 SESSION, PURPOSE = "tuning_session", "tuning_purpose"
+COMPILE_COUNTS = ("registers", "spills", "shared_bytes", "num_warps", "programs_per_unit", "binary_bytes")
 # Why the trial was made: the default before anything else; finding a winner; judging it on fresh samples; comparing
 # layouts in rounds over all of them.
 BASELINE, SEARCH, CONFIRM, COMPARE = "baseline", "search", "confirm", "compare"
@@ -69,15 +71,71 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompileFacts:
+    """What a compiler made of one kernel, with no run of it; None is not known.
+
+    `form` is the kernel's: "decode" or "ragged". `spills` is bytes of local memory a thread on NVIDIA, spilled vector
+    registers on AMD. `shared_bytes` and `registers` are a program's and a thread's, `programs_per_unit` is how many fit
+    one multiprocessor, `binary_bytes` is the size of the machine code's file. `loop` counts the instructions of the
+    main loop by kind.
+    """
+
+    spec: AttentionSpec
+    layout: CacheLayout
+    target: Target
+    variant: Variant
+    form: str
+    code_hash: str
+    registers: int | None = None
+    spills: int | None = None
+    shared_bytes: int | None = None
+    num_warps: int | None = None
+    programs_per_unit: int | None = None
+    binary_bytes: int | None = None
+    loop: dict[str, Any] = field(default_factory=dict, hash=False)
+    environment: dict[str, str] = field(default_factory=dict, hash=False)
+    created_at: str = ""
+
+    def __post_init__(self) -> None:
+        check.one_of("form", self.form, ("decode", "ragged"))
+        for name in COMPILE_COUNTS:
+            if getattr(self, name) is not None:
+                check.integer(name, getattr(self, name), at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A time that no device showed: what `model` ("pagegen.costs 0.1.0") expects one call to take. It is never a
+    `Measurement`, so that nobody takes one for the other."""
+
+    spec: AttentionSpec
+    layout: CacheLayout
+    device: Device
+    variant: Variant
+    workload: Workload
+    predicted_us: float
+    model: str
+    code_hash: str
+    created_at: str = ""
+
+    def __post_init__(self) -> None:
+        if not check.number("predicted_us", self.predicted_us) > 0:
+            raise ValueError(f"predicted_us must be positive, got {self.predicted_us}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Selection:
     """A chosen variant. `reason` is a sentence; `distance` is 0 for an exact answer and grows with how far
     the evidence is from the question; `predicted_us` is the expected time of one call where known;
     `evidence` holds the figures behind it. Its `kind` is "measured", "predicted" or "default", or "reference" where no
     generated kernel serves the spec: `pagegen.reference_attention` does, and `reason` says why; `variant` is what would
-    be taken if one could."""
+    be taken if one could. `grade` is the rung of the ladder that answered and `confidence` how much to trust it: see
+    `pagegen.selection.grades`."""
 
     variant: Variant
     reason: str
     distance: float = 0.0
     predicted_us: float | None = None
     evidence: dict[str, Any] = field(default_factory=dict, hash=False)
+    grade: str = "default"
+    confidence: str = "none"

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 KINDS = ("cuda", "hip", "cpu", "interpreter")
+_LATER = ("core_clock_mhz", "memory_clock_mhz", "power_limit_w", "partition")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class Device:
     """A device as the tuner sees it: features first, the name only for people.
 
     `units` counts multiprocessors, compute units or cores. Zero means unknown. `features` names what the
-    instruction set offers ("avx512_bf16"), sorted.
+    instruction set offers ("avx512_bf16"), sorted. Clocks are the highest that the driver allows, `power_limit_w` is
+    the one in force. `partition` names the slice of a device that is cut up ("MIG 1g.10gb", "CPX"), "" for a whole one.
     """
 
     name: str
@@ -109,10 +111,16 @@ class Device:
     registers_per_unit: int = 0
     max_threads_per_unit: int = 0
     features: tuple[str, ...] = ()
+    core_clock_mhz: float = 0.0
+    memory_clock_mhz: float = 0.0
+    power_limit_w: float = 0.0
+    partition: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-ready fields; the target as text."""
-        return {**asdict(self), "target": str(self.target), "features": list(self.features)}
+        """Plain JSON-ready fields; the target as text. Fields that came later are there where they are known only, so
+        that what was stored without them stays the same."""
+        plain = {**asdict(self), "target": str(self.target), "features": list(self.features)}
+        return {name: value for name, value in plain.items() if value or name not in _LATER}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Device:

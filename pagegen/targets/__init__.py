@@ -137,13 +137,9 @@ def state_merger(target: Target) -> Merger | None:
 
 def code_hash(target: Target) -> str:
     """The hash of the templates behind a target's kernels: part of every database key."""
-    if target.kind == "cpu":
-        from pagegen.codegen import cpp
+    from pagegen.codegen import templates
 
-        return cpp.template_hash()
-    from pagegen.codegen import triton
-
-    return triton.template_hash()
+    return templates.digest(templates.CPP if target.kind == "cpu" else templates.TRITON)
 
 
 def current_device(target: Target) -> Device:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pagegen.spec import Device, Target
+from pagegen.targets import gpu_driver
 
 
 def current_device(target: Target) -> Device:
@@ -26,7 +29,18 @@ def current_device(target: Target) -> Device:
         shared_memory_kib=getattr(properties, "shared_memory_per_block_optin", 0) / 1024 or table.shared_memory_kib,
         registers_per_unit=getattr(properties, "regs_per_multiprocessor", 0) or table.registers_per_unit,
         max_threads_per_unit=getattr(properties, "max_threads_per_multi_processor", 0) or table.max_threads_per_unit,
+        core_clock_mhz=getattr(properties, "clock_rate", 0) / 1000,
+        memory_clock_mhz=getattr(properties, "memory_clock_rate", 0) / 1000,
+        power_limit_w=gpu_driver.power_limit_w(str(getattr(properties, "uuid", ""))) if target.kind == "cuda" else 0.0,
+        partition=gpu_driver.partition(properties.name, _pci_address(properties) if target.kind == "hip" else ""),
     )
+
+
+def _pci_address(properties: Any) -> str:
+    """The device's address as Linux writes it ("0000:c1:00.0"), "" where torch does not tell it."""
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    known = [part for part in parts if isinstance(part, int)]
+    return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == 3 else ""
 
 
 def _table_row(target: Target, name: str) -> Device:

@@ -32,7 +32,8 @@ _INT_POINTERS = ("block_table_ptr", "seq_lens_ptr", "query_start_ptr", "tile_sta
 @dataclass(frozen=True, kw_only=True)
 class ResourceFacts:
     """What the compiler gave one kernel. `spills` is bytes of local memory a thread on NVIDIA, spilled vector
-    registers on AMD. `programs_per_unit` is how many programs fit a multiprocessor or compute unit at once."""
+    registers on AMD. `programs_per_unit` is how many programs fit a multiprocessor or compute unit at once,
+    `binary_bytes` the size of the machine code's file."""
 
     kernel: str
     target: str
@@ -41,6 +42,7 @@ class ResourceFacts:
     shared_bytes: int
     num_warps: int
     programs_per_unit: int
+    binary_bytes: int
     loop: MainLoop | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,6 +163,7 @@ def _facts(compiled: Any, variant: TritonVariant, target: Target, device: Device
         shared_bytes=shared,
         num_warps=variant.num_warps,
         programs_per_unit=_programs_per_unit(registers, shared, variant.num_warps, target, device),
+        binary_bytes=len(compiled.asm["cubin" if target.kind == "cuda" else "hsaco"]),
         loop=main_loop(assembly),
     )
 

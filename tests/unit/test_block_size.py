@@ -142,7 +142,7 @@ def test_equal_times_go_to_the_block_size_that_wastes_less(db):
 
 
 def test_a_prediction_never_outranks_a_measurement_and_says_what_share_was_measured(db):
-    tuned(db, 16, {SHORT: 1e6, LONG: 1e6})
+    tuned(db, 16, {SHORT: 4e4, LONG: 4e4})
     tuned(db, 64, {SHORT: 10.0})
     rows = ask(db)
     assert [(row.block_size, row.kind, row.measured_share) for row in rows] == [

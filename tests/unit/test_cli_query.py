@@ -15,6 +15,7 @@ from pagegen import targets
 from pagegen.cli.main import main
 from pagegen.cli.query import SizeType
 from pagegen.db import open_db
+from pagegen.db.rows import Writer
 from pagegen.spec import AttentionSpec, CacheLayout, Status, Workload
 
 CODE = targets.code_hash(SM_90)
@@ -183,7 +184,8 @@ def test_explain_tells_variant_reason_time_and_share_of_the_roofline(url):
     assert values["wasted_slots"] == 3 * 24
     text = run(*EXPLAIN, "--db", url).stdout
     assert ANYWHERE.name in text
-    assert "tuned on fake traffic (distance" in text
+    assert "why       tuned on fake traffic\n" in text
+    assert "grade     near, confidence medium, distance " in text
     assert "kv_token_bytes" in text
 
 
@@ -302,8 +304,8 @@ def test_db_import_names_bad_lines_and_exits_with_1_after_taking_the_good_ones(u
 
 def test_db_verify_is_silent_success_or_a_list_and_exit_1(url):
     assert "is sound" in run("db", "verify", "--db", url).stdout
-    with open_db(url) as db:
-        db.record(trial(samples_us=(5e9,)))
+    with open_db(url) as db, db.atomic() as connection:  # not by `record`, which refuses it
+        Writer(connection).add_trial(trial(samples_us=(5e9,)))
     result = run("db", "verify", "--db", url, code=1)
     assert "over an hour" in result.stdout
     assert "has 1 problems" in result.stderr
@@ -345,3 +347,57 @@ def test_garbage_fails_with_the_file_and_no_traceback(tmp_path, words):
 def test_exporting_into_a_folder_that_is_not_there_fails_in_one_line(url, tmp_path):
     result = run("db", "export", tmp_path / "no" / "out.jsonl", "--db", url, code=1)
     assert "No such file or directory" in result.stderr
+
+
+def test_sql_prints_a_statement_that_runs_as_it_stands_and_asks_nothing(url, profile):
+    import sqlite3
+
+    listing = run("db", "trials", "--db", url, "--model", "llama-3.1-8b", "--block-size", "64", "--sql").stdout
+    assert listing.startswith("SELECT")
+    with sqlite3.connect(url) as connection:
+        assert len(connection.execute(listing).fetchall()) == 2
+        asked = run(*QUERY, "--profile", profile, "--db", url, "--sql").stdout
+        statements = [part for part in asked.split(";") if part.strip()]
+        rows = [connection.execute(statement).fetchall() for statement in statements]
+    assert rows[0] == [(64, "NHD")]
+    assert [row[0] for row in rows[1]] == ["[40.0]", "[41.0]"]
+    assert "-- samples at block size 64 NHD on NVIDIA H100" in asked
+
+
+def test_tables_come_in_every_format_of_tabulate(url, profile):
+    assert "| block" in run(*QUERY, "--profile", profile, "--db", url, "--format", "github").stdout.replace(
+        "|   block", "| block"
+    )
+    assert "<table>" in run("db", "trials", "--db", url, "--format", "html").stdout
+    assert "\t" in run("db", "stats", "--db", url, "--format", "tsv").stdout
+    assert "Invalid value for '--format'" in run("db", "stats", "--db", url, "--format", "xyz", code=2).output
+
+
+def test_trials_are_limited_in_the_database_and_counted_there(url):
+    found = document("db", "trials", "--db", url, "--limit", "1")
+    assert (len(found["trials"]), found["matching"]) == (1, 2)
+
+
+def test_pooled_trials_tell_their_sources_and_conflicts(url):
+    with open_db(url) as db:
+        db.record(trial(spec=LLAMA, layout=CacheLayout(block_size=64), variant=ANYWHERE, code_hash=CODE,
+                        workload=PROFILE.workloads[0], samples_us=(900.0,), created_at="2027"))  # fmt: skip
+    pools = document("db", "trials", "--db", url, "--pooled")["pools"]
+    pool = next(p for p in pools if len(p["sources"]) == 2)
+    assert pool["samples_us"] == [40.0, 900.0]
+    assert pool["conflict"] == "medians from 40 to 900 us"
+    (told,) = document("db", "conflicts", "--db", url)["conflicts"]
+    assert ANYWHERE.name in told["what"]
+    assert len(told["answers"]) == 2
+
+
+def test_explain_tells_the_ladder_and_the_near_misses_field_by_field(url):
+    words = ("explain", "--model", "llama-3.1-8b", "--block-size", "64", "--target", "sm_90", "--db", url)
+    far = document(*words, "--batch", "64", "--context", "100000")
+    assert (far["grade"], far["confidence"]) == ("predicted", "low")
+    assert [rung["state"] for rung in far["ladder"]] == ["missed"] * 4 + ["answered", "below"]
+    (miss,) = far["near_misses"]
+    assert "batch.num_seqs" in miss["fields"]
+    text = run(*words, "--batch", "64", "--context", "100000").stdout
+    for part in ("predicted", "further than the radius of 3", "near miss", "batch.num_seqs", "asked for"):
+        assert part in text

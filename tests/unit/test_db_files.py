@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import tempfile
 from pathlib import Path
@@ -10,7 +11,15 @@ from pathlib import Path
 import pytest
 from database_fakes import trial
 
-from pagegen.db import DatabaseError, ForeignDatabase, MissingDatabase, NewerSchema, ReadOnlyDatabase, open_db
+from pagegen.db import (
+    DamagedDatabase,
+    DatabaseError,
+    ForeignDatabase,
+    MissingDatabase,
+    NewerSchema,
+    ReadOnlyDatabase,
+    open_db,
+)
 from pagegen.spec import Status
 
 REMEDY = "--db or PAGEGEN_DB"
@@ -68,7 +77,7 @@ def test_every_truncation_of_a_database_is_an_error_of_ours_or_still_reads(tmp_p
             outcomes.add(type(error).__name__)
         for leftover in tmp_path.glob("cut.db-*"):
             leftover.unlink()
-    assert {"ForeignDatabase", "MissingDatabase"} <= outcomes
+    assert outcomes == {"DamagedDatabase", "MissingDatabase"}
 
 
 def test_another_programs_database_is_left_alone(tmp_path):
@@ -81,7 +90,7 @@ def test_another_programs_database_is_left_alone(tmp_path):
 def test_a_newer_schema_asks_for_an_upgrade(tmp_path):
     path = filled(tmp_path / "newer.db")
     sql(path, "UPDATE pagegen_schema SET version = 99", "DROP TABLE portfolios")
-    with pytest.raises(NewerSchema, match=r"newer\.db has schema version 99, this pagegen knows up to 1: upgrade"):
+    with pytest.raises(NewerSchema, match=r"newer\.db has schema version 99, this pagegen knows up to 2: upgrade"):
         open_db(path)
 
 
@@ -91,8 +100,8 @@ def test_a_newer_schema_asks_for_an_upgrade(tmp_path):
 def test_a_database_that_lost_tables_or_its_version_is_refused(tmp_path, damage):
     path = filled(tmp_path / "lost.db")
     sql(path, damage)
-    with pytest.raises(ForeignDatabase, match="lost part of its tables"):
-        open_db(path)
+    with pytest.raises(DamagedDatabase, match="lost part of its tables"):
+        open_db(path, read_only=True)
 
 
 def test_a_missing_file_is_made_for_writing_and_not_for_reading(tmp_path):
@@ -153,7 +162,7 @@ def test_names_with_characters_that_urls_reserve_are_plain_names(tmp_path):
 
 def test_a_lock_that_nobody_gives_up_is_reported_with_the_remedy(tmp_path, monkeypatch):
     path = filled(tmp_path / "busy.db")
-    monkeypatch.setattr("pagegen.db.engine.BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pagegen.db.sqlite.BUSY_TIMEOUT_S", 0.1)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     with open_db(path) as db:
@@ -236,3 +245,31 @@ def test_a_read_only_folder_is_read_without_lock_files_and_writing_says_why_not(
 
     as_nobody(check)
     assert [p.name for p in unwritable.iterdir()] == ["shipped.db"]
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["with its shared memory", "without"])
+def test_commits_in_the_log_of_a_read_only_folder_are_read_or_the_copy_that_helps_is_named(tmp_path, memory):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with open_db(tmp_path / "live.db") as db:
+            db.record(trial())
+            for companion in ("", "-wal", *(["-shm"] if memory else [])):
+                shutil.copy(tmp_path / f"live.db{companion}", folder / f"live.db{companion}")
+        for file in folder.iterdir():
+            file.chmod(0o444)
+        folder.chmod(0o555)
+
+        def check():
+            if memory:
+                with open_db(folder / "live.db") as db:
+                    assert db.trials() == [trial()]
+                return
+            try:
+                open_db(folder / "live.db")
+            except DatabaseError as error:
+                assert "copy it and live.db-wal to a folder that can be written" in str(error), error
+            else:
+                raise AssertionError("left out commits without a word")
+
+        as_nobody(check)
+        folder.chmod(0o755)

@@ -55,8 +55,8 @@ def test_a_database_is_described(tmp_path):
 
     open_db().close()
     found = document()["database"]
-    assert (found["exists"], found["readable"], found["trials"], found["schema_version"]) == (True, True, 0, 1)
-    assert "(0 trials, schema 1)" in report()
+    assert (found["exists"], found["readable"], found["trials"], found["schema_version"]) == (True, True, 0, 2)
+    assert "(0 trials, schema 2)" in report()
 
 
 def test_a_broken_database_is_named_with_a_remedy():

@@ -366,9 +366,9 @@ def test_a_call_too_slow_for_its_share_is_skipped_and_said(db):
     clock = FakeClock()
 
     def times(layout, variant, workload):
-        return 9_000_000.0 if workload == LONG else 1000.0
+        return 450_000.0 if workload == LONG else 50.0
 
-    report = run(db, FakeBench(times, clock=clock, check_s=0.1), clock=clock, budget_s=60.0)
+    report = run(db, FakeBench(times, clock=clock, check_s=0.005), clock=clock, budget_s=3.0)
     assert any("decode" in what and "of 2 workloads" in what for what in report.left_out)
     assert report.seconds < 75
 
@@ -510,7 +510,7 @@ class TestAbsentGpu:
                 raise CompileError(str(target), variant.name, "too much")
             return offline.ResourceFacts(
                 kernel="decode", target=str(target), registers=90, spills=8 * (variant in self.spilling),
-                shared_bytes=4096, num_warps=4, programs_per_unit=4, loop=None,
+                shared_bytes=4096, num_warps=4, programs_per_unit=4, binary_bytes=9000, loop=None,
             )  # fmt: skip
 
         start = TritonVariant(page_walk="any")
@@ -527,6 +527,10 @@ class TestAbsentGpu:
         assert rule.choose(8, 1, 100).num_warps == 8
         assert rule.evidence["kind"] == report.kind == "predicted" and "predicted, not measured" in rule.reason
         assert db.trials(spec=SPEC) == []
+        facts = {(f.variant.num_warps, f.form, f.registers, f.binary_bytes) for f in db.compile_facts(spec=SPEC)}
+        assert facts == {(8, "decode", 90, 9000), (8, "ragged", 90, 9000)}
+        expected = {p.variant.num_warps: p.predicted_us for p in db.predictions(spec=SPEC, workload=DECODE)}
+        assert expected == {4: 25.0, 8: 12.5}
         assert report.rows[0].speedup == pytest.approx(2.0) and report.device.target == Target("cuda", "sm_90")
 
     def test_variants_that_spill_or_do_not_compile_are_passed_over_and_said(self, db):

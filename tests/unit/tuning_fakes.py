@@ -36,6 +36,8 @@ class FakeStore:
     def __init__(self):
         self.recorded: list = []
         self.rules: dict = {}
+        self.facts: list = []
+        self.predictions: list = []
 
     @contextlib.contextmanager
     def atomic(self):
@@ -57,6 +59,14 @@ class FakeStore:
         return self.rules.get((spec, layout, target, code_hash))
 
     def save_profile(self, profile):
+        return True
+
+    def record_facts(self, facts):
+        self.facts.append(facts)
+        return True
+
+    def record_prediction(self, prediction):
+        self.predictions.append(prediction)
         return True
 
 
@@ -94,6 +104,9 @@ class FakeBench:
         self.checked += [(layout, v) for v in variants]
         self._clock.now += self._check_s
         return {v: self._bad.get(v, Verdict(status=Status.OK, max_error=0.001)) for v in variants}
+
+    def facts(self, layout, variant, *, decode):
+        return None
 
     def sample(self, layout, variant, workload):
         assert (layout, variant) in self.checked, "timed before it was checked"

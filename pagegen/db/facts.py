@@ -1,0 +1,71 @@
+"""What is known of kernels without a run: what a compiler made of them, and what a model expects of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import sqlalchemy as sa
+
+from pagegen.db import codec
+from pagegen.db.queries import Decoder
+from pagegen.db.schema import compile_facts, devices, environments, kernels, predictions, variants, workloads
+from pagegen.spec import CompileFacts, Prediction
+from pagegen.spec.result import COMPILE_COUNTS
+
+FACTS = (
+    sa.select(
+        compile_facts, kernels.c.data.label("kernel"), variants.c.data.label("variant"),
+        environments.c.data.label("environment"),
+    )
+    .select_from(compile_facts)
+    .join(kernels, compile_facts.c.kernel_id == kernels.c.id)
+    .join(variants, compile_facts.c.variant_id == variants.c.id)
+    .join(environments, compile_facts.c.environment_id == environments.c.id)
+    .order_by(compile_facts.c.created_at, compile_facts.c.digest)
+)  # fmt: skip
+PREDICTIONS = (
+    sa.select(
+        predictions, kernels.c.data.label("kernel"), devices.c.data.label("device"), variants.c.data.label("variant"),
+        workloads.c.data.label("workload"),
+    )
+    .select_from(predictions)
+    .join(kernels, predictions.c.kernel_id == kernels.c.id)
+    .join(devices, predictions.c.device_id == devices.c.id)
+    .join(variants, predictions.c.variant_id == variants.c.id)
+    .join(workloads, predictions.c.workload_id == workloads.c.id)
+    .order_by(predictions.c.created_at, predictions.c.digest)
+)  # fmt: skip
+
+
+def facts_of(row: Any, decoder: Decoder) -> CompileFacts:
+    """The facts of a row of `FACTS`. Raises one of UNDECODABLE."""
+    spec, layout, target, code_hash = decoder.once(codec.kernel_from, row.kernel)
+    return CompileFacts(
+        spec=spec,
+        layout=layout,
+        target=target,
+        code_hash=code_hash,
+        variant=decoder.once(codec.variant_from, row.variant),
+        environment=dict(decoder.once(codec.environment_from, row.environment)),
+        form=row.form,
+        loop=json.loads(row.loop),
+        created_at=row.created_at,
+        **{name: getattr(row, name) for name in COMPILE_COUNTS},
+    )
+
+
+def prediction_of(row: Any, decoder: Decoder) -> Prediction:
+    """The prediction of a row of `PREDICTIONS`. Raises one of UNDECODABLE."""
+    spec, layout, _, code_hash = decoder.once(codec.kernel_from, row.kernel)
+    return Prediction(
+        spec=spec,
+        layout=layout,
+        code_hash=code_hash,
+        device=decoder.once(codec.device_from, row.device),
+        variant=decoder.once(codec.variant_from, row.variant),
+        workload=decoder.once(codec.workload_from, row.workload),
+        predicted_us=row.predicted_us,
+        model=row.model,
+        created_at=row.created_at,
+    )

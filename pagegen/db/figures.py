@@ -1,0 +1,152 @@
+"""Measured times as figures: medians by variant and batch, read without decoding what they share."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from pagegen.db import codec, queries
+from pagegen.db.queries import UNDECODABLE, Decoder
+from pagegen.db.schema import devices, environments, kernels, portfolios, trials, variants, workloads
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Measurement, Status, Variant, Workload
+from pagegen.spec.result import COMPARE, CONFIRM, PURPOSE
+
+if TYPE_CHECKING:
+    from pagegen.db.database import Database
+
+# Samples that the tuner took to confirm a winner; those of the search flatter it (winners measured again scored 0.94
+# of what the search had shown), so they count only where there are no others. Before both go the samples taken in
+# rounds over all block sizes, since those taken minutes apart do not compare.
+RANKS = {CONFIRM: 1, COMPARE: 2}
+Medians = dict[tuple[Variant, Workload], float]
+_Pool = dict[tuple[Variant, Workload], dict[int, list[float]]]
+
+FIGURES = (
+    sa.select(
+        trials.c.samples_us, environments.c.data.label("environment"), variants.c.data.label("variant"),
+        workloads.c.data.label("workload"),
+    )
+    .select_from(trials)
+    .join(environments, trials.c.environment_id == environments.c.id)
+    .join(variants, trials.c.variant_id == variants.c.id)
+    .join(workloads, trials.c.workload_id == workloads.c.id)
+    .where(trials.c.status == Status.OK.value)
+)  # fmt: skip
+
+
+def _numbers(table: sa.Table, where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    return sa.select(table.c.id).where(where)
+
+
+def _among(table: sa.Table, name: str) -> sa.Select[Any]:
+    return _numbers(table, table.c.digest.in_(sa.bindparam(name, expanding=True)))
+
+
+# Built once: making the statement anew took as long as running it.
+ON_ALL = FIGURES.where(
+    trials.c.kernel_id.in_(_numbers(kernels, kernels.c.digest == sa.bindparam("kernel"))),
+    trials.c.device_id.in_(_numbers(devices, devices.c.identity == sa.bindparam("identity"))),
+    trials.c.variant_id.in_(_among(variants, "variants")),
+)
+ON_SOME = ON_ALL.where(trials.c.workload_id.in_(_among(workloads, "workloads")))
+
+
+def medians(
+    db: Database,
+    spec: AttentionSpec,
+    layout: CacheLayout,
+    device: Device,
+    code_hash: str,
+    *,
+    variants: Collection[Variant],
+    workloads: Collection[Workload] | None = None,
+) -> Medians:
+    """The median time of the ok trials of some variants on some batches (None: all), of the best kind there is.
+
+    Every step is a look-up by index: kernels, devices and the rest by what they are, trials by their numbers. Rows that
+    cannot be read are left out; `verify` names them.
+    """
+    pool: _Pool = {}
+    statement = medians_statement(spec, layout, device, code_hash, variants, workloads)
+    for store in db.stores:
+        with store.reading() as connection:
+            rows = connection.execute(statement).all()
+        _add(pool, rows)
+    return _medians(pool)
+
+
+def medians_statement(
+    spec: AttentionSpec, layout: CacheLayout, device: Device, code_hash: str, of_variants: Collection[Variant],
+    of_workloads: Collection[Workload] | None,
+) -> sa.Select[Any]:  # fmt: skip
+    """The statement behind `medians`."""
+    named: dict[str, Any] = {
+        "kernel": codec.kernel_row(spec, layout, device.target, code_hash)["digest"],
+        "identity": codec.device_identity(device),
+        "variants": [codec.variant_row(v)["digest"] for v in of_variants],
+    }
+    if of_workloads is None:
+        return ON_ALL.params(named)
+    return ON_SOME.params({**named, "workloads": [codec.workload_row(w)["digest"] for w in of_workloads]})
+
+
+def _add(pool: _Pool, rows: Iterable[Any]) -> None:
+    decoder = Decoder()
+    for row in rows:
+        try:
+            environment = decoder.once(codec.environment_from, row.environment)
+            key = (decoder.once(codec.variant_from, row.variant), decoder.once(codec.workload_from, row.workload))
+            samples = [float(us) for us in json.loads(row.samples_us)]
+        except UNDECODABLE:
+            continue
+        rank = RANKS.get(environment.get(PURPOSE, ""), 0)
+        pool.setdefault(key, {}).setdefault(rank, []).extend(samples)
+
+
+def _medians(pool: _Pool) -> Medians:
+    return {key: statistics.median(ranks[max(ranks)]) for key, ranks in pool.items() if ranks[max(ranks)]}
+
+
+def measured_medians(found: Iterable[Measurement]) -> Medians:
+    """The median time by variant and workload over the samples of all their ok trials, of the best kind (see RANKS)
+    that there is."""
+    pool: _Pool = {}
+    for trial in found:
+        if trial.status is Status.OK:
+            rank = RANKS.get(trial.environment.get(PURPOSE, ""), 0)
+            pool.setdefault((trial.variant, trial.workload), {}).setdefault(rank, []).extend(trial.samples_us)
+    return _medians(pool)
+
+
+def measured_device(db: Database, spec: AttentionSpec, code_hash: str, here: Device) -> Device:
+    """`here` where it has ok trials for this spec and code, else the device with the most, else `here`."""
+    of_spec = queries.of_kernel(sa.select(kernels.c.id), spec=spec, target=here.target, code_hash=code_hash)
+    for store in db.stores:
+        with store.reading() as connection:
+            own = sa.select(trials.c.id).where(
+                trials.c.kernel_id.in_(of_spec),
+                trials.c.device_id.in_(
+                    sa.select(devices.c.id).where(devices.c.identity == codec.device_identity(here))
+                ),
+                trials.c.status == Status.OK.value,
+            )
+            if connection.execute(own.limit(1)).first() is not None:
+                return here
+    measured = db.measured_devices(spec, here.target, code_hash)
+    return measured[0] if measured else here
+
+
+def content_digests(db: Database, spec: AttentionSpec) -> tuple[list[str], list[str]]:
+    """The digests of all portfolios and of all trials of a spec, sorted: equal for equal contents, whatever the order
+    in which they came and the file they lie in."""
+    found: tuple[set[str], set[str]] = (set(), set())
+    for store in db.stores:
+        with store.reading() as connection:
+            for digests, table in zip(found, (portfolios, trials), strict=True):
+                statement = sa.select(table.c.digest).join(kernels, table.c.kernel_id == kernels.c.id)
+                digests.update(connection.execute(queries.of_kernel(statement, spec=spec)).scalars())
+    return sorted(found[0]), sorted(found[1])

@@ -1,0 +1,73 @@
+"""Databases and fork: SQLite keeps its locks on a file in the process's memory, which a child inherits as they are.
+
+A fork therefore waits until no other thread is in a transaction, and holds new ones up meanwhile. What is open then all
+the same (the forking thread's own transaction, or one that does not end in time) makes the file unusable for writing in
+the child: its SQLite believes for ever that somebody holds the lock.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+WAIT_S = 10.0
+
+
+class Holder(Protocol):
+    """A store, as far as forks concern it."""
+
+    path: Path | None
+
+    def release(self) -> None: ...
+
+
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_gate = threading.Condition()
+_inside: dict[tuple[int, int], Path] = {}  # (thread, a number of its own) -> the file of an open transaction
+_locked_for_ever: set[Path] = set()
+
+
+def watch(holder: Holder) -> None:
+    """Has what a store keeps open released before every fork: a child may not even close what its parent opened."""
+    _holders.add(holder)
+
+
+@contextmanager
+def transaction(path: Path) -> Iterator[None]:
+    """Stands around every transaction on a SQLite file."""
+    me, marker = threading.get_ident(), object()
+    with _gate:
+        _inside[me, id(marker)] = path
+    try:
+        yield
+    finally:
+        with _gate:
+            _inside.pop((me, id(marker)), None)
+            _gate.notify_all()
+
+
+def is_lost(path: Path) -> bool:
+    """Whether this process was forked inside a transaction on the file and can never write to it."""
+    return path in _locked_for_ever
+
+
+def _before() -> None:
+    me = threading.get_ident()
+    _gate.acquire()
+    _gate.wait_for(lambda: all(thread == me for thread, _ in _inside), timeout=WAIT_S)
+    for holder in list(_holders):
+        holder.release()
+
+
+def _in_child() -> None:
+    _locked_for_ever.update(_inside.values())
+    _inside.clear()
+    _gate.release()
+
+
+os.register_at_fork(before=_before, after_in_parent=_gate.release, after_in_child=_in_child)

@@ -1,0 +1,195 @@
+"""`Reader`: what a tuning database answers, over all the stores that it is made of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from pagegen.db import codec, facts, queries
+from pagegen.db.engine import Store
+from pagegen.db.queries import Decoder, Portfolio, Undecodable
+from pagegen.db.schema import devices, kernels, trials
+from pagegen.spec import (
+    AttentionSpec,
+    CacheLayout,
+    CompileFacts,
+    Device,
+    DispatchRule,
+    Measurement,
+    Prediction,
+    Profile,
+    Status,
+    Target,
+    Variant,
+    Workload,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Reader:
+    """The questions to a database: its own store, and what lies under it."""
+
+    def __init__(self, store: Store, under: Store | None = None) -> None:
+        self.store = store
+        self._under = under
+
+    @property
+    def name(self) -> str:
+        """The file's path, or the URL without its password."""
+        return self.store.name
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """What questions read: the user's own first, then the records that ship with pagegen, where there are any."""
+        return (self.store,) if self._under is None else (self.store, self._under)
+
+    def trials(
+        self,
+        *,
+        spec: AttentionSpec | None = None,
+        layout: CacheLayout | None = None,
+        target: Target | None = None,
+        device: Device | None = None,
+        variant: Variant | None = None,
+        workload: Workload | None = None,
+        status: Status | None = None,
+        code_hash: str | None = None,
+        regime: str | None = None,
+    ) -> list[Measurement]:
+        """The trials that match everything given, oldest first, exactly as recorded.
+
+        `device` matches by identity: its measured or nominal rates do not count. Rows that cannot be read are left
+        out and logged; `verify` names them.
+        """
+        statement = queries.of_kernel(queries.TRIALS, spec=spec, layout=layout, target=target, code_hash=code_hash)
+        statement = queries.of_trial(
+            statement, device=device, variant=variant, workload=workload, status=status, regime=regime
+        )
+        return sorted(self._rows(statement, "trial", Decoder().trial), key=lambda trial: trial.created_at)
+
+    def portfolios(
+        self,
+        *,
+        spec: AttentionSpec | None = None,
+        layout: CacheLayout | None = None,
+        target: Target | None = None,
+        code_hash: str | None = None,
+        device: Device | None = None,
+    ) -> list[Portfolio]:
+        """The portfolios that match everything given, newest first; `device` matches by identity."""
+        statement = queries.of_kernel(queries.PORTFOLIOS, spec=spec, layout=layout, target=target, code_hash=code_hash)
+        statement = queries.of_trial(statement, device=device)
+        found = self._rows(statement, "portfolio", Decoder().portfolio)
+        return sorted(found, key=lambda portfolio: portfolio.created_at, reverse=True)
+
+    def portfolio(
+        self,
+        spec: AttentionSpec,
+        layout: CacheLayout,
+        target: Target,
+        code_hash: str,
+        device: Device | None = None,
+    ) -> DispatchRule | None:
+        """The rule for exactly this kernel, on `device` where given: the newest measured one, else the newest
+        predicted one; None when there is none."""
+        found = self.portfolios(spec=spec, layout=layout, target=target, code_hash=code_hash, device=device)
+        found.sort(key=lambda portfolio: portfolio.rule.evidence.get("kind") != "measured")  # stable: newest first
+        return found[0].rule if found else None
+
+    def profiles(self) -> list[Profile]:
+        """The stored profiles, by name."""
+        found = self._rows(queries.PROFILES, "profile", lambda row: codec.profile_from(row.data))
+        return sorted(found, key=lambda profile: profile.name)
+
+    def compile_facts(
+        self,
+        *,
+        spec: AttentionSpec | None = None,
+        layout: CacheLayout | None = None,
+        target: Target | None = None,
+        code_hash: str | None = None,
+        variant: Variant | None = None,
+    ) -> list[CompileFacts]:
+        """What compilers made of the kernels that match everything given, oldest first."""
+        statement = queries.of_kernel(facts.FACTS, spec=spec, layout=layout, target=target, code_hash=code_hash)
+        decoder = Decoder()
+        found = self._rows(
+            queries.of_trial(statement, variant=variant), "compile facts", lambda row: facts.facts_of(row, decoder)
+        )
+        return sorted(found, key=lambda known: known.created_at)
+
+    def predictions(
+        self,
+        *,
+        spec: AttentionSpec | None = None,
+        layout: CacheLayout | None = None,
+        target: Target | None = None,
+        code_hash: str | None = None,
+        device: Device | None = None,
+        variant: Variant | None = None,
+        workload: Workload | None = None,
+    ) -> list[Prediction]:
+        """The stored predictions that match everything given, oldest first."""
+        statement = queries.of_kernel(facts.PREDICTIONS, spec=spec, layout=layout, target=target, code_hash=code_hash)
+        statement = queries.of_trial(statement, device=device, variant=variant, workload=workload)
+        decoder = Decoder()
+        found = self._rows(statement, "prediction", lambda row: facts.prediction_of(row, decoder))
+        return sorted(found, key=lambda prediction: prediction.created_at)
+
+    def measured_layouts(self, spec: AttentionSpec, target: Target, code_hash: str) -> list[CacheLayout]:
+        """The layouts that have ok trials for this spec, target and code, smallest block first."""
+        columns = (kernels.c.block_size, kernels.c.block_order)
+        statement = sa.select(*columns).distinct().join(trials).where(trials.c.status == Status.OK.value)
+        statement = queries.of_kernel(statement, spec=spec, target=target, code_hash=code_hash)
+        found: set[tuple[int, str]] = set()
+        for store in self.stores:
+            with store.reading() as connection:
+                found |= {(row.block_size, row.block_order) for row in connection.execute(statement)}
+        return [CacheLayout(block_size=size, order=order) for size, order in sorted(found)]
+
+    def measured_devices(self, spec: AttentionSpec, target: Target, code_hash: str) -> list[Device]:
+        """The devices with ok trials for this spec, target and code, each once by identity, most trials first."""
+        statement = (
+            sa.select(devices.c.id, devices.c.identity, devices.c.data, sa.func.count().label("count"))
+            .join_from(trials, devices)
+            .join(kernels, trials.c.kernel_id == kernels.c.id)
+            .where(trials.c.status == Status.OK.value)
+            .group_by(devices.c.id, devices.c.identity, devices.c.data)
+        )
+        statement = queries.of_kernel(statement, spec=spec, target=target, code_hash=code_hash)
+        found = self._rows(
+            statement, "device", lambda row: (row.identity, row.count, codec.device_from(row.data)), once=False
+        )
+        counts: dict[str, int] = {}
+        for identity, count, _ in found:
+            counts[identity] = counts.get(identity, 0) + count
+        best = {identity: device for identity, _, device in sorted(found, key=lambda f: f[1])}
+        return [best[identity] for identity in sorted(counts, key=lambda i: (-counts[i], i))]
+
+    def _rows(self, statement: sa.Select[Any], kind: str, decode: Callable[[Any], T], *, once: bool = True) -> list[T]:
+        """The rows of all stores as values, those that cannot be read left out and logged. With `once`, a row that
+        several stores have counts in the first."""
+        values: list[T] = []
+        seen: set[str] = set()
+        for store in self.stores:
+            lost: list[Undecodable] = []
+            with store.reading() as connection:
+                for found in queries.decoded(
+                    connection, statement, kind, lambda row: (row.digest if once else "", decode(row))
+                ):
+                    if isinstance(found, Undecodable):
+                        lost.append(found)
+                    elif not once or found[0] not in seen:
+                        values.append(found[1])
+                        seen.add(found[0])
+            if lost:
+                log.warning(
+                    "%d rows of %s cannot be read and are left out (first: %s, %s); run pagegen db verify",
+                    len(lost), store.name, lost[0].what, lost[0].why,
+                )  # fmt: skip
+        return values

@@ -1,0 +1,115 @@
+"""What a stored portfolio is worth for a question: its grade and its distances. And where to ask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pagegen import costs, targets
+from pagegen.selection.grades import ARCH, EXACT, NEAR, OTHER_ARCH, workload_distance
+from pagegen.spec import CacheLayout, Device, Target, Workload
+
+if TYPE_CHECKING:
+    from pagegen.db import Database
+    from pagegen.db.leads import Lead
+
+OTHER_DEVICE_DISTANCE = 0.5
+OTHER_ORDER_DISTANCE = 1.0
+# Further than any product of the arch at the same layout; layouts count beside it.
+OTHER_ARCH_DISTANCE = 4.0
+
+
+@dataclass
+class Candidate:
+    """A portfolio, judged. `batch_distance` is that of the nearest batch it was tuned on, 0 where none is asked for;
+    `refused` says why it does not answer, where it was asked and does not."""
+
+    lead: Lead
+    grade: str
+    place_distance: float
+    batch_distance: float
+    same_device: bool
+    renamed: bool
+    measured: bool
+    refused: str = ""
+
+    @property
+    def distance(self) -> float:
+        """How far the evidence is from the question."""
+        return self.place_distance + self.batch_distance
+
+
+def candidate(
+    lead: Lead, layout: CacheLayout, device: Device, workload: Workload | None, known: dict[str, float] | None = None
+) -> Candidate | None:
+    """The portfolio judged for a question; None where it cannot be read. `known` remembers how far profiles are from
+    the workload: portfolios share them."""
+    from pagegen.db.codec import device_identity
+    from pagegen.db.queries import UNDECODABLE
+
+    try:
+        batch = 0.0 if workload is None else _nearest(lead, workload, {} if known is None else known)
+        same = lead.device_identity == device_identity(device)
+        renamed = not same and lead.target == device.target and alike(lead.device, device)
+    except UNDECODABLE:
+        return None
+    apart = abs(math.log2(lead.layout.block_size / layout.block_size))
+    place = apart + OTHER_ORDER_DISTANCE * (lead.layout.order != layout.order)
+    if same or renamed:
+        grade = EXACT if place == batch == 0 else NEAR
+    elif lead.target == device.target:
+        grade, place = ARCH, place + OTHER_DEVICE_DISTANCE
+    else:
+        grade, place = OTHER_ARCH, place + OTHER_ARCH_DISTANCE
+    return Candidate(
+        lead=lead, grade=grade, place_distance=place, batch_distance=batch, same_device=same or renamed,
+        renamed=renamed, measured=lead.measured,
+    )  # fmt: skip
+
+
+def _nearest(lead: Lead, workload: Workload, known: dict[str, float]) -> float:
+    """The distance of the nearest batch that a portfolio was tuned on."""
+    stored = str(lead.row.profile)
+    if stored not in known:
+        known[stored] = min(workload_distance(load, workload) for load in lead.profile.workloads)
+    return known[stored]
+
+
+def alike(a: Device, b: Device) -> bool:
+    """Whether two GPUs are one product under two names: alike in everything but the name and the rates, and known well
+    enough to tell. CPUs are not: what a vendor sells under many names differs in more than a device says."""
+    from pagegen.db.codec import device_identity
+
+    known = a.target.is_gpu and a.units > 0 and a.memory_gib > 0
+    return known and a.name != b.name and device_identity(replace(a, name=b.name)) == device_identity(b)
+
+
+def device_for(target: Target) -> Device:
+    """This machine's device for the target, or the shipped one that stands for an absent GPU. Raises ValueError for a
+    GPU arch that is neither here nor in the table."""
+    try:
+        return targets.current_device(target)
+    except ValueError:  # the GPU is not in this machine
+        return costs.shipped_device(target)
+
+
+@contextmanager
+def opened(db: Database | str | None) -> Iterator[Database]:
+    """The database to ask: `db` itself, or the one at that place (None: the default), opened for reading."""
+    from pagegen.db import Database, open_db
+
+    if isinstance(db, Database):
+        yield db
+    else:
+        with open_db(db, read_only=True) as found:
+            yield found
+
+
+def sentence(error: Exception) -> str:
+    """The error's first line, with its kind where it is not the database's own, which may be terse."""
+    text = (str(error).splitlines() or [""])[0]
+    ours = type(error).__module__ == "pagegen.db.errors"
+    return text if ours else f"{type(error).__name__}: {text}"

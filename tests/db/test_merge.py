@@ -93,7 +93,7 @@ class Bench:
             return exported(db, self.folder)
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SOME, SOME, SOME)
 def test_merging_commutes_associates_and_may_be_repeated(tmp_path_factory, a, b, c):
     bench = Bench(tmp_path_factory.mktemp("merged"))

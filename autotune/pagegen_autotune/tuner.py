@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,6 +24,8 @@ from pagegen_autotune.report import Report, Row, count_reasons
 from pagegen_autotune.search import STRATEGIES, Strategy, given
 from pagegen_autotune.session import Cell, Session
 from pagegen_autotune.space import space_around
+
+log = logging.getLogger(__name__)
 
 
 class TuneError(RuntimeError):
@@ -84,6 +87,7 @@ def _bench(
     """The bench of a device that is here, in a process of its own. Score and mask functions are known to this process
     alone: kernels with one run in it."""
     if spec.score_mod is not None or spec.mask_mod is not None:
+        log.warning("candidates with a score or mask function run in this process: one that crashes ends it")
         return nullcontext(KernelBench(spec, target, device, profile, seed=seed))
     return IsolatedBench(spec, target, device, profile, seed=seed)
 

@@ -95,10 +95,7 @@ class BlockAllocator:
 
     def append_each(self, seq_ids: Iterable[Hashable], tokens: Iterable[int]) -> BlockPairs:
         """`append` of one token to each of many sequences, tokens[i] to seq_ids[i]: all or, on OutOfBlocks, none."""
-        rows, packed = self.rows(seq_ids), token_array(tokens)
-        if len(packed) != len(rows):
-            raise ValueError(f"tokens must be one a sequence ({len(rows)}), got {len(packed)}")
-        return growth.append_each(self, rows, packed)
+        return growth.append_each(self, self.rows(seq_ids), token_array(tokens))
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Starts `child` as a copy of `parent` that shares every block of it. Fork after the parent was computed:

@@ -11,6 +11,7 @@ from pagegen.cache.batch import Batch
 from pagegen.cache.buffers import BatchBuffers
 from pagegen.cache.groups import GroupedAllocator
 from pagegen.cache.growth import BlockPairs
+from pagegen.cache.sequence import listed
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.tensors import PagedKVCache, as_tokens
 
@@ -64,7 +65,7 @@ class GroupedKVCache:
     ) -> tuple[Batch, ...]:
         """One `Batch` a group, with the same `input_ids` and `positions` tensors. See `PagedKVCache.batch`; `buffers`
         are one a group."""
-        ids = list(seq_ids)
+        ids = listed("seq_ids", seq_ids)
         if buffers is not None and len(buffers) != len(self.caches):
             raise ValueError(f"buffers must be one a group ({len(self.caches)}), got {len(buffers)}")
         each_buffers = [None] * len(self.caches) if buffers is None else buffers

@@ -14,7 +14,7 @@ from pagegen.cache.growth import BlockPairs
 from pagegen.cache.invariants import InvariantBroken
 from pagegen.cache.pool import OutOfBlocks
 from pagegen.cache.prefix import Node
-from pagegen.cache.sequence import Packed, integer, token_array
+from pagegen.cache.sequence import Packed, integer, listed, token_array
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.window import cached_blocks
 
@@ -78,8 +78,8 @@ class GroupedAllocator:
 
     def append_each(self, seq_ids: Iterable[Hashable], tokens: Iterable[int]) -> list[BlockPairs]:
         """One token more for each of many sequences, in every group."""
-        ids, packed = list(seq_ids), token_array(tokens)
-        self.check_each(lambda a: growth.plan_each(a, a.rows(ids)))
+        ids, packed = listed("seq_ids", seq_ids), token_array(tokens)
+        self.check_each(lambda a: growth.plan_each(a, a.rows(ids), packed))
         return [allocator.append_each(ids, packed) for allocator in self.allocators]
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
@@ -104,7 +104,7 @@ class GroupedAllocator:
 
     def mark_all_computed(self, seq_ids: Iterable[Hashable], lengths: Sequence[int] | None = None) -> list[BlockPairs]:
         """`mark_computed` for one step's sequences at once, up to `lengths` or their ends."""
-        ids = list(seq_ids)
+        ids = listed("seq_ids", seq_ids)
         self.check_each(lambda a: steps.plan(a, a.rows(ids), steps.ends_of(a, a.rows(ids), lengths)))
         return [allocator.mark_all_computed(ids, lengths) for allocator in self.allocators]
 

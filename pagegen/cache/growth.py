@@ -55,8 +55,11 @@ def append(allocator: BlockAllocator, row: int, packed: Packed) -> BlockPairs:
     return pairs
 
 
-def plan_each(allocator: BlockAllocator, rows: Ints) -> Growth:
-    """What one token more for each of `rows` takes. Raises OutOfBlocks."""
+def plan_each(allocator: BlockAllocator, rows: Ints, packed: Packed) -> Growth:
+    """What one token of `packed` more for each of `rows` takes. Raises ValueError for another number of tokens, and
+    OutOfBlocks."""
+    if len(packed) != len(rows):
+        raise ValueError(f"tokens must be one a sequence ({len(rows)}), got {len(packed)}")
     table, pool = allocator.table, allocator.pool
     lengths = table.lengths.take(rows)
     indices = lengths // table.block_size
@@ -77,7 +80,7 @@ def plan_each(allocator: BlockAllocator, rows: Ints) -> Growth:
 def append_each(allocator: BlockAllocator, rows: Ints, packed: Packed) -> BlockPairs:
     """`BlockAllocator.append_each`."""
     table, pool = allocator.table, allocator.pool
-    lengths, indices, offsets, blocks, growing, unowned = plan_each(allocator, rows)
+    lengths, indices, offsets, blocks, growing, unowned = plan_each(allocator, rows, packed)
     pairs: BlockPairs = []
     for i in unowned:
         pairs += own_block(allocator, rows.item(i), indices.item(i))

@@ -279,3 +279,15 @@ def test_a_step_without_blocks_for_its_copies_changes_no_group():
     assert error.value.group == 1 and cache.computed("b") == 0
     cache.check_invariants()
     assert not cache.can_admit(3) and cache.can_admit(0, tokens=[])
+
+
+def test_a_wrong_step_is_named_as_one_allocator_names_it_even_where_blocks_lack():
+    groups = grouped(full=1)
+    groups.add("a", range(4))
+    with pytest.raises(ValueError, match=r"tokens must be one a sequence \(1\), got 2"):
+        groups.append_each(["a"], [1, 2])
+    with pytest.raises(TypeError, match="seq_ids must be a sequence, got int 5"):
+        groups.append_each(5, [1])
+    with pytest.raises(OutOfBlocks) as error:
+        groups.append_each(["a"], [1])
+    assert error.value.group == 0 and groups.length("a") == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -125,12 +125,16 @@ class Ledger:
 
     def _comparable(self, trial: Measurement) -> bool:
         here, there = self.device, trial.device
-        mine, theirs = self._bench.environment, trial.environment
         return (
             (there.name, there.units, there.features) == (here.name, here.units, here.features)
             and trial.regime == self._bench.regime
-            and all(mine.get(name) == theirs.get(name) for name in SAME_ENVIRONMENT)
+            and same_environment(trial.environment, self._bench.environment)
         )
+
+
+def same_environment(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether times that were taken in two environments compare, on one device."""
+    return all(one.get(name) == other.get(name) for name in SAME_ENVIRONMENT)
 
 
 def _believable(trial: Measurement) -> Measurement:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from pagegen import targets
 from pagegen.spec import AttentionSpec, Profile, Target, Variant, Workload, check
 from pagegen_autotune.evidence import Evidence
-from pagegen_autotune.ledger import SAME_ENVIRONMENT
+from pagegen_autotune.known import FORMS
+from pagegen_autotune.ledger import same_environment
 from pagegen_autotune.measure import Bench, environment_of
 from pagegen_autotune.report import Report
 from pagegen_autotune.tuner import TuneError, default_variants, is_present, tune
@@ -96,7 +97,7 @@ def top_variants(db: Database, stale: Staleness, profile: Profile, k: int) -> di
             spec=portfolio.spec, layout=portfolio.layout, target=portfolio.target, device=portfolio.device,
             code_hash=portfolio.code_hash,
         )
-        if all(trial.environment.get(name) == then.get(name) for name in SAME_ENVIRONMENT)
+        if same_environment(trial.environment, then)
     ]  # fmt: skip
     found: dict[str, list[Variant]] = {}
     for batches, default in default_variants(portfolio.spec, portfolio.layout, portfolio.target).items():
@@ -120,5 +121,4 @@ def _choice(stale: Staleness, workload: Workload) -> Variant:
 
 
 def _loads(profile: Profile, batches: str) -> Sequence[tuple[Workload, float]]:
-    wanted = {"all": (True, False), "decode": (True,), "mixed": (False,)}[batches]
-    return [(workload, weight) for workload, weight in profile if workload.is_decode in wanted]
+    return [(workload, weight) for workload, weight in profile if workload.is_decode in FORMS[batches]]

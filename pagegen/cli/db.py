@@ -11,34 +11,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagegen.cli import output
-from pagegen.cli.options import TargetType, target_option
-from pagegen.spec import AttentionSpec, Measurement, Status, Target
+from pagegen.cli.options import TargetType, spec_of, target_option, url_option
+from pagegen.spec import Measurement, Status, Target
 
 if TYPE_CHECKING:
     from pagegen.db import Database, TransferReport
     from pagegen.db.staleness import Staleness
-
-url_option = click.option("--db", "url", help="A database file or URL; PAGEGEN_DB or your own by default.")
-
-
-@contextmanager
-def plain_failures() -> Iterator[None]:
-    """Turns what a database, a file or an argument is wrong about into one line and exit code 1."""
-    from pagegen.db import DatabaseError
-
-    try:
-        yield
-    except DatabaseError as error:
-        raise output.Failure(str(error)) from error
-    except (OSError, ValueError) as error:
-        raise output.Failure(str(error).splitlines()[0]) from error
 
 
 @contextmanager
 def _database(url: str | None, *, read_only: bool) -> Iterator[Database]:
     from pagegen.db import open_db
 
-    with plain_failures(), open_db(url, read_only=read_only) as db:
+    with output.plain_failures(), open_db(url, read_only=read_only) as db:
         yield db
 
 
@@ -152,14 +137,6 @@ def conflicts(url: str | None, as_json: bool) -> None:
         found = [*trial_conflicts(connection), *portfolio_conflicts(connection)]
     document = {"conflicts": [{"what": c.what, "answers": list(c.answers)} for c in found]}
     output.show(document, as_json, lambda: "\n".join(map(str, found)) or "no conflicts")
-
-
-def spec_of(model: str | None) -> AttentionSpec | None:
-    """The spec that `--model` names, None without one."""
-    try:
-        return None if model is None else AttentionSpec.from_model(model)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--model") from error
 
 
 def _trial(m: Measurement) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagegen.cli import demo_page, output
-from pagegen.cli.db import plain_failures, url_option
+from pagegen.cli.options import url_option
 from pagegen.cli.tune import DurationType
 from pagegen.spec import AttentionSpec, CacheLayout, Target
 from pagegen.spec.layout import USUAL_BLOCK_SIZES
@@ -73,7 +73,7 @@ def command(budget: float, max_new_tokens: int, offline_model: bool, url: str | 
     attention, answers three prompts as one ragged batch, and checks every token against transformers' own attention.
     """
     start = time.perf_counter()
-    with plain_failures():
+    with output.plain_failures():
         # float32: greedy tokens of two correct attentions then agree; in bfloat16 near ties would part them
         story = _Story(AttentionSpec.from_model(MODEL, q_dtype="float32"), _target())
         report = _tune(story, url, budget)

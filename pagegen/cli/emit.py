@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from pagegen.cli import options, output
-from pagegen.cli.db import url_option
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonVariant, Variant
 
 
@@ -18,7 +17,7 @@ from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonV
 @click.option("--ragged", is_flag=True, help="The kernel for batches with longer queries, not the decode kernel.")
 @click.option("--variant", "variant_name", help="A variant's name; by default the one that would be chosen.")
 @click.option("-o", "--output", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write to a file.")
-@url_option
+@options.url_option
 @output.json_option
 def command(
     model: str,

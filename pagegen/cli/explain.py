@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from pagegen.cli import options, output
-from pagegen.cli.db import plain_failures, url_option
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Status, Target, TritonVariant, Variant, Workload
 from pagegen.spec.shared_prefix import PrefixGroups
 
@@ -33,7 +32,7 @@ PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")
 )
 @options.target_option
 @click.option("--rejected", is_flag=True, help="Also list what the search space loses to which rule.")
-@url_option
+@options.url_option
 @output.json_option
 def command(
     model: str,
@@ -65,7 +64,7 @@ def command(
     groups = prefix_groups(layout, batch, shared_prefix)
     from pagegen import selection
 
-    with plain_failures():
+    with output.plain_failures():
         explanation = selection.explain_selection(spec, layout, target, workload, db=url)
         device = selection.device_for(target)
         times_us = measured_us(spec, layout, device, workload, url)

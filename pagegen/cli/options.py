@@ -12,6 +12,7 @@ from pagegen.spec import AttentionSpec, Target, Variant
 from pagegen.spec.layout import ORDERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+url_option = click.option("--db", "url", help="A database file or URL; PAGEGEN_DB or your own by default.")
 
 
 class TargetType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
@@ -46,6 +47,14 @@ def model_spec(model: str, layer: str | None, q_dtype: str | None, kv_dtype: str
         return AttentionSpec.from_model(model, layer=layer, q_dtype=q_dtype, kv_dtype=kv_dtype)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def spec_of(model: str | None) -> AttentionSpec | None:
+    """The spec that `--model` names, None without one."""
+    try:
+        return None if model is None else AttentionSpec.from_model(model)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--model") from error
 
 
 def layout_options(command: Command) -> Command:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -22,6 +23,19 @@ class Failure(click.ClickException):
     """A command that cannot do its work: one line that says what to do, exit code 1."""
 
     exit_code = 1
+
+
+@contextmanager
+def plain_failures() -> Iterator[None]:
+    """Turns what a database, a file or an argument is wrong about into one line and exit code 1."""
+    from pagegen.db import DatabaseError
+
+    try:
+        yield
+    except DatabaseError as error:
+        raise Failure(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise Failure(str(error).splitlines()[0]) from error
 
 
 def show(document: Any, as_json: bool, text: Callable[[], str]) -> None:

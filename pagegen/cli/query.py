@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagegen.cli import options, output
-from pagegen.cli.db import plain_failures, url_option
 from pagegen.spec import AttentionSpec, Profile, Target
 from pagegen.spec.models import find_geometry
 
@@ -56,7 +55,7 @@ def profile_of(name: str) -> Profile:
     "--objective", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True,
     help="Rank by the server's tokens/s, or by what a token waits for (p99).",
 )  # fmt: skip
-@url_option
+@options.url_option
 @output.sql_option
 @output.format_option
 @output.json_option
@@ -85,10 +84,10 @@ def command(
     from pagegen import selection
 
     if sql:
-        with plain_failures():
+        with output.plain_failures():
             click.echo(_statements(spec, target, profile, url))
         return
-    with plain_failures():
+    with output.plain_failures():
         rows = selection.best_block_size(
             spec, target, profile, db=url, memory_bytes=memory, objective=objective, num_layers=num_layers
         )
@@ -121,6 +120,7 @@ def _statements(spec: AttentionSpec, target: Target, profile: Profile, url: str 
     """What is asked of the database: the layouts, then for each its samples with the variants that serve it."""
     from pagegen import selection, targets
     from pagegen.db import open_db, statements
+    from pagegen.db.figures import medians_statement
 
     code, device = targets.code_hash(target), selection.device_for(target)
     with open_db(url, read_only=True) as db:
@@ -130,7 +130,7 @@ def _statements(spec: AttentionSpec, target: Target, profile: Profile, url: str 
         ]
         for layout in db.measured_layouts(spec, target, code):
             rule = selection.rule_for(spec, layout, target, db)
-            statement = statements.times(spec, layout, device, code, rule.variants, profile)
+            statement = medians_statement(spec, layout, device, code, rule.variants, profile.workloads)
             parts += [
                 f"-- samples at block size {layout.block_size} {layout.order} on {device.name}",
                 statements.text_of(db, statement),

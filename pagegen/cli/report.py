@@ -13,8 +13,7 @@ import click
 
 import pagegen
 from pagegen.cli import output
-from pagegen.cli.db import plain_failures, spec_of, url_option
-from pagegen.cli.options import TargetType
+from pagegen.cli.options import TargetType, spec_of, url_option
 from pagegen.spec import Target
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def command(
     from pagegen.cli.report_data import gather
     from pagegen.db import open_db
 
-    with plain_failures():
+    with output.plain_failures():
         with open_db(url, read_only=True) as db:
             found = gather(db, spec=spec, target=target, limit=limit, max_specs=specs)
         if not found.trials:

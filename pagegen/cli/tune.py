@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from pagegen.cli import options, output
-from pagegen.cli.db import plain_failures, url_option
 from pagegen.cli.query import profile_of
 from pagegen.spec import Target
 from pagegen.spec.layout import ORDERS, USUAL_BLOCK_SIZES
@@ -68,7 +67,7 @@ class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
     help="Measure the best stored variants again where the compiler or driver changed since; no search.",
 )  # fmt: skip
 @click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="How many, with --revalidate.")
-@url_option
+@options.url_option
 @output.json_option
 def command(
     model: str,
@@ -102,7 +101,7 @@ def command(
     from pagegen_autotune.revalidate import revalidate as measure_again
     from pagegen_autotune.tuner import TuneError, tune
 
-    with plain_failures():
+    with output.plain_failures():
         try:
             if revalidate:
                 report = measure_again(spec, profile, target=target, db=url, budget_s=budget, k=top)

@@ -9,9 +9,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from pagegen.db import codec, conflicts
+from pagegen.db import codec, conflicts, keys, schema
 from pagegen.db.bulk import FIELDS, PARENTS, Shared, TrialBatch, number_all
-from pagegen.db.queries import UNDECODABLE
+from pagegen.db.queries import UNDECODABLE, Portfolio
 from pagegen.db.rows import Writer
 from pagegen.spec import CompileFacts, Prediction
 from pagegen.spec.result import COMPILE_COUNTS
@@ -19,25 +19,6 @@ from pagegen.spec.result import COMPILE_COUNTS
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """How records of one kind of shared thing are read: its fields, value and row."""
-
-    fields: tuple[str, ...]
-    decode: Callable[[str], Any]
-    row: Callable[[Any], codec.Row]
-
-
-_SHARED = {
-    "kernel": _Kind(
-        ("spec", "layout", "target", "code_hash"), codec.kernel_from, lambda kernel: codec.kernel_row(*kernel)
-    ),
-    "device": _Kind(("device",), codec.device_from, codec.device_row),
-    "environment": _Kind(("environment",), codec.environment_from, codec.environment_row),
-    "variant": _Kind(("variant",), codec.variant_from, codec.variant_row),
-    "workload": _Kind(("workload",), codec.workload_from, codec.workload_row),
-    "profile": _Kind(("profile",), codec.profile_from, codec.profile_row),
-}
 _HEAD = ("record", "v")
 _TRIAL = frozenset((*_HEAD, *PARENTS, *FIELDS))
 
@@ -101,11 +82,11 @@ class Absorber:
         if not isinstance(record, dict) or "record" not in record:
             raise ValueError('a record must be a JSON object with a field "record"')
         kind = record["record"]
-        if record.get("v") != codec.VERSION:
-            raise ValueError(f"a record must have version {codec.VERSION}, got {record.get('v')!r}")
+        if record.get("v") != keys.VERSION:
+            raise ValueError(f"a record must have version {keys.VERSION}, got {record.get('v')!r}")
         if isinstance(kind, str) and kind in self._readers:
             self._readers[kind](name, record)
-        elif isinstance(kind, str) and kind in _SHARED:
+        elif isinstance(kind, str) and kind in codec.SHARED:
             self._define(name, kind, record)
         else:
             self.writer.add_extra(str(kind), "", "", record)
@@ -121,7 +102,7 @@ class Absorber:
         return bool(unknown)
 
     def _define(self, name: str, kind: str, record: Record) -> None:
-        how = _SHARED[kind]
+        how = codec.SHARED[kind]
         value = how.decode(json.dumps({"v": record["v"], **{f: record[f] for f in how.fields}}))
         known = self.known.get((kind, record["id"]))
         if known is not None and known.value != value:
@@ -149,43 +130,51 @@ class Absorber:
         if not record.keys() <= _TRIAL:
             self._keep(name, record, digest, (*PARENTS, *FIELDS))
 
+    def _parents(self, table: sa.Table, record: Record) -> dict[str, Shared]:
+        return {kind: self._named(kind, record) for kind in schema.parents(table)}
+
     def _portfolio(self, name: str, record: Record) -> None:
-        parents = ("kernel", "device", "profile")
-        kernel, device, profile = (self._named(kind, record) for kind in parents)
-        rule = codec.rule_from(json.dumps(record["rule"]))
-        self._count(self.writer.add_portfolio(kernel.row, device.value, profile.value, rule, record["created_at"]))
+        parents = self._parents(schema.portfolios, record)
+        kernel, device = parents["kernel"], parents["device"]
+        spec, layout, target, code_hash = kernel.value
+        portfolio = Portfolio(
+            spec=spec, layout=layout, target=target, code_hash=code_hash, device=device.value,
+            profile=parents["profile"].value, rule=codec.rule_from(json.dumps(record["rule"])),
+            created_at=record["created_at"],
+        )  # fmt: skip
+        self._count(self.writer.add_portfolio(portfolio))
         number_all(self.connection, (kernel, device))
         self._portfolios.add((kernel.id or 0, device.id or 0))
-        digests = {shared.kind: shared.digest for shared in (kernel, device, profile)}
-        digest = codec.portfolio_row(rule, record["created_at"], digests)["digest"]
+        digest = codec.portfolio_row(portfolio, _digests(parents))["digest"]
         self._keep(name, record, digest, (*parents, "rule", "created_at"))
 
     def _facts(self, name: str, record: Record) -> None:
-        parents = ("kernel", "variant", "environment")
-        kernel, variant, environment = (self._named(kind, record) for kind in parents)
-        spec, layout, target, code_hash = kernel.value
+        parents = self._parents(schema.compile_facts, record)
+        spec, layout, target, code_hash = parents["kernel"].value
         fields = ("form", *COMPILE_COUNTS, "loop", "created_at")
         facts = CompileFacts(
-            spec=spec, layout=layout, target=target, code_hash=code_hash, variant=variant.value,
-            environment=dict(environment.value), **{field: record[field] for field in fields},
+            spec=spec, layout=layout, target=target, code_hash=code_hash, variant=parents["variant"].value,
+            environment=dict(parents["environment"].value), **{field: record[field] for field in fields},
         )  # fmt: skip
         self._count(self.writer.add_facts(facts))
-        digests = {shared.kind: shared.digest for shared in (kernel, variant, environment)}
-        self._keep(name, record, codec.facts_row(facts, digests)["digest"], (*parents, *fields))
+        self._keep(name, record, codec.facts_row(facts, _digests(parents))["digest"], (*parents, *fields))
 
     def _prediction(self, name: str, record: Record) -> None:
-        parents = ("kernel", "device", "variant", "workload")
-        kernel, device, variant, workload = (self._named(kind, record) for kind in parents)
-        spec, layout, _, code_hash = kernel.value
+        parents = self._parents(schema.predictions, record)
+        spec, layout, _, code_hash = parents["kernel"].value
         fields = ("predicted_us", "model", "created_at")
         prediction = Prediction(
-            spec=spec, layout=layout, code_hash=code_hash, device=device.value, variant=variant.value,
-            workload=workload.value, **{field: record[field] for field in fields},
+            spec=spec, layout=layout, code_hash=code_hash, device=parents["device"].value,
+            variant=parents["variant"].value, workload=parents["workload"].value,
+            **{field: record[field] for field in fields},
         )  # fmt: skip
         self._count(self.writer.add_prediction(prediction))
-        digests = {shared.kind: shared.digest for shared in (kernel, device, variant, workload)}
-        self._keep(name, record, codec.prediction_row(prediction, digests)["digest"], (*parents, *fields))
+        self._keep(name, record, codec.prediction_row(prediction, _digests(parents))["digest"], (*parents, *fields))
 
     def _count(self, added: bool) -> None:
         self.added += added
         self.present += not added
+
+
+def _digests(parents: dict[str, Shared]) -> dict[str, str]:
+    return {kind: shared.digest for kind, shared in parents.items()}

@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from pagegen.db import codec, schema
+from pagegen.db import codec, keys, schema
 from pagegen.db.plausible import Bounds, absurdities, bounds
 from pagegen.spec import Status
 
@@ -77,17 +77,17 @@ class TrialBatch:
                 if wrong:
                     raise ValueError("; ".join(wrong))
         texts = f"[{','.join(map(repr, samples))}]"
-        # canonical JSON, as `codec.canonical` writes it: sorted, without spaces
+        # canonical JSON, as `keys.canonical` writes it: sorted, without spaces
         digest = sha256(
             f'{{"created_at":{quoted(created_at)},"detail":{quoted(detail)},"device":"{device.digest}",'
             f'"environment":"{environment.digest}","kernel":"{kernel.digest}",'
             f'"max_error":{"null" if error is None else quoted(error)},"regime":{quoted(regime)},"samples_us":{texts},'
-            f'"status":"{status}","v":{codec.VERSION},"variant":"{variant.digest}","workload":"{workload.digest}"}}'.encode()
+            f'"status":"{status}","v":{keys.VERSION},"variant":"{variant.digest}","workload":"{workload.digest}"}}'.encode()
         ).hexdigest()
-        # as `codec.key_of`
+        # as `keys.key_of`
         key = sha256(
             f'{{"device":"{device.identity}","environment":"{environment.identity}","kernel":"{kernel.identity}",'
-            f'"regime":{quoted(regime)},"v":{codec.KEY_VERSION},"variant":"{variant.identity}",'
+            f'"regime":{quoted(regime)},"v":{keys.KEY_VERSION},"variant":"{variant.identity}",'
             f'"workload":"{workload.identity}"}}'.encode()
         ).hexdigest()
         self._rows.append((digest, key, regime, status, median_us, texts, error, detail, created_at))
@@ -106,19 +106,17 @@ class TrialBatch:
         connection, table = self.connection, schema.trials
         if self._was_empty is None:
             self._was_empty = connection.execute(sa.select(table.c.id).limit(1)).first() is None
-        keys: set[str] = set()
+        shared: set[str] = set()
         if not self._was_empty:
             known = sa.select(table.c.key).where(table.c.key.in_({row[1] for row in rows})).distinct()
-            keys = set(connection.execute(known).scalars())
+            shared = set(connection.execute(known).scalars())
         columns = (*_COLUMNS, *(f"{kind}_id" for kind in PARENTS))
-        values = [
-            (*row, *[one.id for one in group]) for row, group in zip(rows, parents, strict=True)
-        ]  # fmt: skip
+        values = [(*row, *[one.id for one in group]) for row, group in zip(rows, parents, strict=True)]
         added = insert_new(connection, table, columns, values)
         self.added += added
         self.present += len(rows) - added
         if added:
-            self.shared_keys |= keys
+            self.shared_keys |= shared
 
     def _limits(self, kernel: Shared, device: Shared, workload: Shared) -> Bounds:
         digests = (kernel.digest, device.digest, workload.digest)

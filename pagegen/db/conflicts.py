@@ -10,7 +10,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from pagegen.db.queries import UNDECODABLE
+from pagegen.db.queries import UNDECODABLE, joined
 from pagegen.db.schema import devices, kernels, portfolios, trials, variants, workloads
 from pagegen.spec import DispatchRule, Status
 
@@ -39,11 +39,7 @@ def trial_conflicts(connection: sa.Connection, keys: Collection[str] | None = No
             variants.c.name.label("variant"), devices.c.name.label("device"), workloads.c.num_seqs,
             workloads.c.total_context, kernels.c.block_size, kernels.c.block_order,
         )
-        .select_from(trials)
-        .join(variants, trials.c.variant_id == variants.c.id)
-        .join(devices, trials.c.device_id == devices.c.id)
-        .join(workloads, trials.c.workload_id == workloads.c.id)
-        .join(kernels, trials.c.kernel_id == kernels.c.id)
+        .select_from(joined(trials, ("variant", "device", "workload", "kernel")))
         .order_by(trials.c.key, trials.c.created_at, trials.c.digest)
     )  # fmt: skip
     found: dict[str, list[Any]] = defaultdict(list)
@@ -101,9 +97,7 @@ def portfolio_conflicts(connection: sa.Connection, pairs: Collection[tuple[int, 
             portfolios.c.kernel_id, portfolios.c.device_id, portfolios.c.rule, portfolios.c.created_at,
             devices.c.name.label("device"), kernels.c.block_size, kernels.c.block_order, kernels.c.target,
         )
-        .select_from(portfolios)
-        .join(devices, portfolios.c.device_id == devices.c.id)
-        .join(kernels, portfolios.c.kernel_id == kernels.c.id)
+        .select_from(joined(portfolios, ("device", "kernel")))
         .order_by(kernels.c.digest, devices.c.digest, portfolios.c.created_at, portfolios.c.digest)
     )  # fmt: skip
     if pairs is not None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from pagegen import settings
-from pagegen.db import codec, plausible, soundness, sqlite, t4, transfer, upkeep
+from pagegen.db import plausible, soundness, sqlite, t4, transfer, upkeep
 from pagegen.db import shipped as shipped_records
 from pagegen.db.absorbing import TransferReport
 from pagegen.db.engine import Store, sqlite_path
 from pagegen.db.errors import DamagedDatabase, DatabaseError, MissingDatabase
+from pagegen.db.queries import Portfolio
 from pagegen.db.reader import Reader
 from pagegen.db.rows import Writer
 from pagegen.spec import (
@@ -121,8 +122,11 @@ class Database(Reader):
             if created_at is None and kept and (kept[0].rule, kept[0].profile) == (rule, profile):
                 return False
             now = created_at or datetime.now(timezone.utc).isoformat(timespec="microseconds")
-            kernel = codec.kernel_row(spec, layout, device.target, code_hash)
-            return Writer(connection).add_portfolio(kernel, device, profile, rule, now)
+            portfolio = Portfolio(
+                spec=spec, layout=layout, target=device.target, code_hash=code_hash, device=device, profile=profile,
+                rule=rule, created_at=now,
+            )  # fmt: skip
+            return Writer(connection).add_portfolio(portfolio)
 
     # --- asking ---------------------------------------------------------------------------------------------
 

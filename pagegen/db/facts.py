@@ -8,34 +8,21 @@ from typing import Any
 import sqlalchemy as sa
 
 from pagegen.db import codec
-from pagegen.db.queries import Decoder
-from pagegen.db.schema import compile_facts, devices, environments, kernels, predictions, variants, workloads
+from pagegen.db.queries import Decoder, joined, of_parents
+from pagegen.db.schema import compile_facts, predictions
 from pagegen.spec import CompileFacts, Prediction
 from pagegen.spec.result import COMPILE_COUNTS
 
 FACTS = (
-    sa.select(
-        compile_facts, kernels.c.data.label("kernel"), variants.c.data.label("variant"),
-        environments.c.data.label("environment"),
-    )
-    .select_from(compile_facts)
-    .join(kernels, compile_facts.c.kernel_id == kernels.c.id)
-    .join(variants, compile_facts.c.variant_id == variants.c.id)
-    .join(environments, compile_facts.c.environment_id == environments.c.id)
+    sa.select(compile_facts, *of_parents(compile_facts, "data"))
+    .select_from(joined(compile_facts))
     .order_by(compile_facts.c.created_at, compile_facts.c.digest)
-)  # fmt: skip
+)
 PREDICTIONS = (
-    sa.select(
-        predictions, kernels.c.data.label("kernel"), devices.c.data.label("device"), variants.c.data.label("variant"),
-        workloads.c.data.label("workload"),
-    )
-    .select_from(predictions)
-    .join(kernels, predictions.c.kernel_id == kernels.c.id)
-    .join(devices, predictions.c.device_id == devices.c.id)
-    .join(variants, predictions.c.variant_id == variants.c.id)
-    .join(workloads, predictions.c.workload_id == workloads.c.id)
+    sa.select(predictions, *of_parents(predictions, "data"))
+    .select_from(joined(predictions))
     .order_by(predictions.c.created_at, predictions.c.digest)
-)  # fmt: skip
+)
 
 
 def facts_of(row: Any, decoder: Decoder) -> CompileFacts:

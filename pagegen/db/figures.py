@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from pagegen.db import codec, queries
+from pagegen.db import codec, keys, queries
 from pagegen.db.queries import UNDECODABLE, Decoder
-from pagegen.db.schema import devices, environments, kernels, portfolios, trials, variants, workloads
+from pagegen.db.schema import devices, kernels, portfolios, trials, variants, workloads
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Measurement, Status, Variant, Workload
 from pagegen.spec.result import COMPARE, CONFIRM, PURPOSE
 
@@ -23,19 +23,15 @@ if TYPE_CHECKING:
 # rounds over all block sizes, since those taken minutes apart do not compare.
 RANKS = {CONFIRM: 1, COMPARE: 2}
 Medians = dict[tuple[Variant, Workload], float]
-_Pool = dict[tuple[Variant, Workload], dict[int, list[float]]]
+_Pools = dict[tuple[Variant, Workload], dict[int, list[float]]]
 
+# What tells times apart.
+_KINDS = ("environment", "variant", "workload")
 FIGURES = (
-    sa.select(
-        trials.c.samples_us, environments.c.data.label("environment"), variants.c.data.label("variant"),
-        workloads.c.data.label("workload"),
-    )
-    .select_from(trials)
-    .join(environments, trials.c.environment_id == environments.c.id)
-    .join(variants, trials.c.variant_id == variants.c.id)
-    .join(workloads, trials.c.workload_id == workloads.c.id)
+    sa.select(trials.c.samples_us, *queries.of_parents(trials, "data", _KINDS))
+    .select_from(queries.joined(trials, _KINDS))
     .where(trials.c.status == Status.OK.value)
-)  # fmt: skip
+)
 
 
 def _numbers(table: sa.Table, where: sa.ColumnElement[bool]) -> sa.Select[Any]:
@@ -70,7 +66,7 @@ def medians(
     Every step is a look-up by index: kernels, devices and the rest by what they are, trials by their numbers. Rows that
     cannot be read are left out; `verify` names them.
     """
-    pool: _Pool = {}
+    pool: _Pools = {}
     statement = medians_statement(spec, layout, device, code_hash, variants, workloads)
     for store in db.stores:
         with store.reading() as connection:
@@ -86,7 +82,7 @@ def medians_statement(
     """The statement behind `medians`."""
     named: dict[str, Any] = {
         "kernel": codec.kernel_row(spec, layout, device.target, code_hash)["digest"],
-        "identity": codec.device_identity(device),
+        "identity": keys.device_identity(device),
         "variants": [codec.variant_row(v)["digest"] for v in of_variants],
     }
     if of_workloads is None:
@@ -94,7 +90,7 @@ def medians_statement(
     return ON_SOME.params({**named, "workloads": [codec.workload_row(w)["digest"] for w in of_workloads]})
 
 
-def _add(pool: _Pool, rows: Iterable[Any]) -> None:
+def _add(pool: _Pools, rows: Iterable[Any]) -> None:
     decoder = Decoder()
     for row in rows:
         try:
@@ -103,35 +99,35 @@ def _add(pool: _Pool, rows: Iterable[Any]) -> None:
             samples = [float(us) for us in json.loads(row.samples_us)]
         except UNDECODABLE:
             continue
-        rank = RANKS.get(environment.get(PURPOSE, ""), 0)
-        pool.setdefault(key, {}).setdefault(rank, []).extend(samples)
+        _put(pool, key, environment, samples)
 
 
-def _medians(pool: _Pool) -> Medians:
+def _put(pool: _Pools, key: tuple[Variant, Workload], environment: Mapping[str, str], samples: Iterable[float]) -> None:
+    pool.setdefault(key, {}).setdefault(RANKS.get(environment.get(PURPOSE, ""), 0), []).extend(samples)
+
+
+def _medians(pool: _Pools) -> Medians:
     return {key: statistics.median(ranks[max(ranks)]) for key, ranks in pool.items() if ranks[max(ranks)]}
 
 
 def measured_medians(found: Iterable[Measurement]) -> Medians:
     """The median time by variant and workload over the samples of all their ok trials, of the best kind (see RANKS)
     that there is."""
-    pool: _Pool = {}
+    pool: _Pools = {}
     for trial in found:
         if trial.status is Status.OK:
-            rank = RANKS.get(trial.environment.get(PURPOSE, ""), 0)
-            pool.setdefault((trial.variant, trial.workload), {}).setdefault(rank, []).extend(trial.samples_us)
+            _put(pool, (trial.variant, trial.workload), trial.environment, trial.samples_us)
     return _medians(pool)
 
 
 def measured_device(db: Database, spec: AttentionSpec, code_hash: str, here: Device) -> Device:
     """`here` where it has ok trials for this spec and code, else the device with the most, else `here`."""
-    of_spec = queries.of_kernel(sa.select(kernels.c.id), spec=spec, target=here.target, code_hash=code_hash)
+    of_spec = queries.narrowed(sa.select(kernels.c.id), spec=spec, target=here.target, code_hash=code_hash)
     for store in db.stores:
         with store.reading() as connection:
             own = sa.select(trials.c.id).where(
                 trials.c.kernel_id.in_(of_spec),
-                trials.c.device_id.in_(
-                    sa.select(devices.c.id).where(devices.c.identity == codec.device_identity(here))
-                ),
+                trials.c.device_id.in_(sa.select(devices.c.id).where(devices.c.identity == keys.device_identity(here))),
                 trials.c.status == Status.OK.value,
             )
             if connection.execute(own.limit(1)).first() is not None:
@@ -148,5 +144,5 @@ def content_digests(db: Database, spec: AttentionSpec) -> tuple[list[str], list[
         with store.reading() as connection:
             for digests, table in zip(found, (portfolios, trials), strict=True):
                 statement = sa.select(table.c.digest).join(kernels, table.c.kernel_id == kernels.c.id)
-                digests.update(connection.execute(queries.of_kernel(statement, spec=spec)).scalars())
+                digests.update(connection.execute(queries.narrowed(statement, spec=spec)).scalars())
     return sorted(found[0]), sorted(found[1])

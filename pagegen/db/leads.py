@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from pagegen.db import codec
+from pagegen.db import codec, keys
 from pagegen.db.queries import UNDECODABLE, Decoder
 from pagegen.db.schema import devices, kernels, portfolios, profiles
 from pagegen.spec import AttentionSpec, CacheLayout, Device, DispatchRule, Profile, Target
@@ -41,7 +41,7 @@ class Lead:
 
     @property
     def device_identity(self) -> str:
-        """See `codec.device_identity`."""
+        """See `keys.device_identity`."""
         return str(self.row.identity)
 
     @property
@@ -99,7 +99,7 @@ OF_SPEC = LEADS.where(kernels.c.spec_digest == sa.bindparam("spec"))  # built on
 def leads(db: Database, spec: AttentionSpec) -> Iterator[Lead | str]:
     """Every portfolio of a spec, on whatever target and of whatever code, newest first; of one that is damaged, what is
     wrong with it. The order depends on the content alone."""
-    yield from _found(db, OF_SPEC.params(spec=codec.spec_digest(spec)))
+    yield from _found(db, OF_SPEC.params(spec=keys.spec_digest(spec)))
 
 
 def similar(db: Database, limit: int) -> list[Lead]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from pagegen.db import codec
-from pagegen.db.schema import devices, environments, kernels, portfolios, profiles, trials, variants, workloads
+from pagegen.db import codec, keys
+from pagegen.db.schema import devices, kernels, parents, portfolios, profiles, trials, variants, workloads
 from pagegen.spec import (
     AttentionSpec,
     CacheLayout,
@@ -90,68 +90,64 @@ class Decoder:
         )
 
 
+def joined(table: sa.Table, kinds: Iterable[str] | None = None) -> sa.FromClause:
+    """A table beside what its rows refer to: all of it, or these kinds."""
+    source: sa.FromClause = table
+    known = parents(table)
+    for kind in known if kinds is None else kinds:
+        source = source.join(known[kind], table.c[f"{kind}_id"] == known[kind].c.id)
+    return source
+
+
+def of_parents(table: sa.Table, column: str, kinds: Iterable[str] | None = None) -> list[sa.Label[Any]]:
+    """One column ("data", "digest") of everything that is `joined`, labelled with its kind."""
+    known = parents(table)
+    return [known[kind].c[column].label(kind) for kind in (known if kinds is None else kinds)]
+
+
 TRIALS = (
     sa.select(
         trials.c.id, trials.c.digest, trials.c.key, trials.c.regime, trials.c.status, trials.c.median_us,
-        trials.c.samples_us, trials.c.max_error, trials.c.detail, trials.c.created_at,
-        kernels.c.data.label("kernel"), devices.c.data.label("device"), environments.c.data.label("environment"),
-        variants.c.data.label("variant"), workloads.c.data.label("workload"),
+        trials.c.samples_us, trials.c.max_error, trials.c.detail, trials.c.created_at, *of_parents(trials, "data"),
     )
-    .select_from(trials)
-    .join(kernels, trials.c.kernel_id == kernels.c.id)
-    .join(devices, trials.c.device_id == devices.c.id)
-    .join(environments, trials.c.environment_id == environments.c.id)
-    .join(variants, trials.c.variant_id == variants.c.id)
-    .join(workloads, trials.c.workload_id == workloads.c.id)
+    .select_from(joined(trials))
     .order_by(trials.c.created_at, trials.c.digest)
 )  # fmt: skip
 PORTFOLIOS = (
     sa.select(
         portfolios.c.id, portfolios.c.digest, portfolios.c.rule, portfolios.c.kind, portfolios.c.created_at,
-        kernels.c.data.label("kernel"), devices.c.data.label("device"), profiles.c.data.label("profile"),
+        *of_parents(portfolios, "data"),
     )
-    .select_from(portfolios)
-    .join(kernels, portfolios.c.kernel_id == kernels.c.id)
-    .join(devices, portfolios.c.device_id == devices.c.id)
-    .join(profiles, portfolios.c.profile_id == profiles.c.id)
+    .select_from(joined(portfolios))
     .order_by(portfolios.c.created_at.desc(), portfolios.c.digest)
 )  # fmt: skip
-
 PROFILES = sa.select(profiles.c.id, profiles.c.digest, profiles.c.data).order_by(profiles.c.name, profiles.c.digest)
 
 
-def of_kernel(
+def narrowed(
     statement: sa.Select[Any],
     *,
     spec: AttentionSpec | None = None,
     layout: CacheLayout | None = None,
     target: Target | None = None,
     code_hash: str | None = None,
-) -> sa.Select[Any]:
-    """The statement narrowed to some kernels; None asks for any."""
-    if spec is not None:
-        statement = statement.where(kernels.c.spec_digest == codec.spec_digest(spec))
-    if layout is not None:
-        statement = statement.where(kernels.c.block_size == layout.block_size, kernels.c.block_order == layout.order)
-    if target is not None:
-        statement = statement.where(kernels.c.target == str(target))
-    if code_hash is not None:
-        statement = statement.where(kernels.c.code_hash == code_hash)
-    return statement
-
-
-def of_trial(
-    statement: sa.Select[Any],
-    *,
     device: Device | None = None,
     variant: Variant | None = None,
     workload: Workload | None = None,
     status: Status | None = None,
     regime: str | None = None,
 ) -> sa.Select[Any]:
-    """The statement narrowed to some trials; None asks for any."""
+    """The statement narrowed to what matches; None asks for any. What is asked about must be `joined` in it."""
+    if spec is not None:
+        statement = statement.where(kernels.c.spec_digest == keys.spec_digest(spec))
+    if layout is not None:
+        statement = statement.where(kernels.c.block_size == layout.block_size, kernels.c.block_order == layout.order)
+    if target is not None:
+        statement = statement.where(kernels.c.target == str(target))
+    if code_hash is not None:
+        statement = statement.where(kernels.c.code_hash == code_hash)
     if device is not None:
-        statement = statement.where(devices.c.identity == codec.device_identity(device))
+        statement = statement.where(devices.c.identity == keys.device_identity(device))
     if variant is not None:
         statement = statement.where(variants.c.digest == codec.variant_row(variant)["digest"])
     if workload is not None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from pagegen.db import codec, facts, queries
+from pagegen.db import codec, facts, queries, statements
 from pagegen.db.engine import Store
 from pagegen.db.queries import Decoder, Portfolio, Undecodable
 from pagegen.db.schema import devices, kernels, trials
@@ -66,10 +66,10 @@ class Reader:
         `device` matches by identity: its measured or nominal rates do not count. Rows that cannot be read are left
         out and logged; `verify` names them.
         """
-        statement = queries.of_kernel(queries.TRIALS, spec=spec, layout=layout, target=target, code_hash=code_hash)
-        statement = queries.of_trial(
-            statement, device=device, variant=variant, workload=workload, status=status, regime=regime
-        )
+        statement = queries.narrowed(
+            queries.TRIALS, spec=spec, layout=layout, target=target, code_hash=code_hash, device=device,
+            variant=variant, workload=workload, status=status, regime=regime,
+        )  # fmt: skip
         return sorted(self._rows(statement, "trial", Decoder().trial), key=lambda trial: trial.created_at)
 
     def portfolios(
@@ -82,8 +82,9 @@ class Reader:
         device: Device | None = None,
     ) -> list[Portfolio]:
         """The portfolios that match everything given, newest first; `device` matches by identity."""
-        statement = queries.of_kernel(queries.PORTFOLIOS, spec=spec, layout=layout, target=target, code_hash=code_hash)
-        statement = queries.of_trial(statement, device=device)
+        statement = queries.narrowed(
+            queries.PORTFOLIOS, spec=spec, layout=layout, target=target, code_hash=code_hash, device=device
+        )
         found = self._rows(statement, "portfolio", Decoder().portfolio)
         return sorted(found, key=lambda portfolio: portfolio.created_at, reverse=True)
 
@@ -116,11 +117,11 @@ class Reader:
         variant: Variant | None = None,
     ) -> list[CompileFacts]:
         """What compilers made of the kernels that match everything given, oldest first."""
-        statement = queries.of_kernel(facts.FACTS, spec=spec, layout=layout, target=target, code_hash=code_hash)
-        decoder = Decoder()
-        found = self._rows(
-            queries.of_trial(statement, variant=variant), "compile facts", lambda row: facts.facts_of(row, decoder)
+        statement = queries.narrowed(
+            facts.FACTS, spec=spec, layout=layout, target=target, code_hash=code_hash, variant=variant
         )
+        decoder = Decoder()
+        found = self._rows(statement, "compile facts", lambda row: facts.facts_of(row, decoder))
         return sorted(found, key=lambda known: known.created_at)
 
     def predictions(
@@ -135,17 +136,17 @@ class Reader:
         workload: Workload | None = None,
     ) -> list[Prediction]:
         """The stored predictions that match everything given, oldest first."""
-        statement = queries.of_kernel(facts.PREDICTIONS, spec=spec, layout=layout, target=target, code_hash=code_hash)
-        statement = queries.of_trial(statement, device=device, variant=variant, workload=workload)
+        statement = queries.narrowed(
+            facts.PREDICTIONS, spec=spec, layout=layout, target=target, code_hash=code_hash, device=device,
+            variant=variant, workload=workload,
+        )  # fmt: skip
         decoder = Decoder()
         found = self._rows(statement, "prediction", lambda row: facts.prediction_of(row, decoder))
         return sorted(found, key=lambda prediction: prediction.created_at)
 
     def measured_layouts(self, spec: AttentionSpec, target: Target, code_hash: str) -> list[CacheLayout]:
         """The layouts that have ok trials for this spec, target and code, smallest block first."""
-        columns = (kernels.c.block_size, kernels.c.block_order)
-        statement = sa.select(*columns).distinct().join(trials).where(trials.c.status == Status.OK.value)
-        statement = queries.of_kernel(statement, spec=spec, target=target, code_hash=code_hash)
+        statement = statements.layouts(spec, target, code_hash)
         found: set[tuple[int, str]] = set()
         for store in self.stores:
             with store.reading() as connection:
@@ -161,7 +162,7 @@ class Reader:
             .where(trials.c.status == Status.OK.value)
             .group_by(devices.c.id, devices.c.identity, devices.c.data)
         )
-        statement = queries.of_kernel(statement, spec=spec, target=target, code_hash=code_hash)
+        statement = queries.narrowed(statement, spec=spec, target=target, code_hash=code_hash)
         found = self._rows(
             statement, "device", lambda row: (row.identity, row.count, codec.device_from(row.data)), once=False
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from pagegen.db import codec, schema
-from pagegen.spec import CompileFacts, Device, DispatchRule, Measurement, Prediction, Profile
+from pagegen.db.queries import Portfolio
+from pagegen.spec import CompileFacts, Measurement, Prediction, Profile
+
+V = TypeVar("V", Measurement, Portfolio, CompileFacts, Prediction)
 
 
 @dataclass
@@ -34,58 +38,33 @@ class Writer:
         self.ids[table.name, row["digest"]] = identity
         return identity, added
 
-    def add_parents(self, **rows: tuple[sa.Table, codec.Row]) -> tuple[dict[str, str], dict[str, int]]:
-        """Adds what a row refers to; returns each kind's digest and the references for the row."""
-        digests = {kind: row["digest"] for kind, (_, row) in rows.items()}
-        return digests, {f"{kind}_id": self.add(table, row)[0] for kind, (table, row) in rows.items()}
-
     def add_trial(self, measurement: Measurement) -> bool:
         """Adds a trial; False when the identical one is there."""
-        m = measurement
-        digests, references = self.add_parents(
-            kernel=(schema.kernels, codec.kernel_row(m.spec, m.layout, m.target, m.code_hash)),
-            device=(schema.devices, codec.device_row(m.device)),
-            environment=(schema.environments, codec.environment_row(m.environment)),
-            variant=(schema.variants, codec.variant_row(m.variant)),
-            workload=(schema.workloads, codec.workload_row(m.workload)),
-        )
-        return self.add(schema.trials, {**codec.trial_row(m, digests), **references})[1]
+        return self._add_referring(schema.trials, measurement, codec.trial_row)
 
     def add_profile(self, profile: Profile) -> bool:
         """Adds a profile; False when the identical one is there."""
         return self.add(schema.profiles, codec.profile_row(profile))[1]
 
-    def add_portfolio(
-        self, kernel: codec.Row, device: Device, profile: Profile, rule: DispatchRule, created_at: str
-    ) -> bool:
-        """Adds a portfolio for the kernel of that row; False when the identical one is there."""
-        digests, references = self.add_parents(
-            kernel=(schema.kernels, kernel),
-            device=(schema.devices, codec.device_row(device)),
-            profile=(schema.profiles, codec.profile_row(profile)),
-        )
-        return self.add(schema.portfolios, {**codec.portfolio_row(rule, created_at, digests), **references})[1]
+    def add_portfolio(self, portfolio: Portfolio) -> bool:
+        """Adds a portfolio; False when the identical one is there."""
+        return self._add_referring(schema.portfolios, portfolio, codec.portfolio_row)
 
     def add_facts(self, facts: CompileFacts) -> bool:
         """Adds what a compiler made of a kernel; False when the identical facts are there."""
-        f = facts
-        digests, references = self.add_parents(
-            kernel=(schema.kernels, codec.kernel_row(f.spec, f.layout, f.target, f.code_hash)),
-            variant=(schema.variants, codec.variant_row(f.variant)),
-            environment=(schema.environments, codec.environment_row(f.environment)),
-        )
-        return self.add(schema.compile_facts, {**codec.facts_row(f, digests), **references})[1]
+        return self._add_referring(schema.compile_facts, facts, codec.facts_row)
 
     def add_prediction(self, prediction: Prediction) -> bool:
         """Adds a prediction; False when the identical one is there."""
-        p = prediction
-        digests, references = self.add_parents(
-            kernel=(schema.kernels, codec.kernel_row(p.spec, p.layout, p.device.target, p.code_hash)),
-            device=(schema.devices, codec.device_row(p.device)),
-            variant=(schema.variants, codec.variant_row(p.variant)),
-            workload=(schema.workloads, codec.workload_row(p.workload)),
-        )
-        return self.add(schema.predictions, {**codec.prediction_row(p, digests), **references})[1]
+        return self._add_referring(schema.predictions, prediction, codec.prediction_row)
+
+    def _add_referring(self, table: sa.Table, value: V, own_row: Callable[[V, Mapping[str, str]], codec.Row]) -> bool:
+        """Adds what a value's row refers to, and the row; False when the identical row is there."""
+        parents = schema.parents(table)
+        rows = codec.parent_rows(value, parents)
+        references = {f"{kind}_id": self.add(parents[kind], row)[0] for kind, row in rows.items()}
+        own = own_row(value, {kind: row["digest"] for kind, row in rows.items()})
+        return self.add(table, {**own, **references})[1]
 
     def add_extra(self, record: str, owner: str, field: str, value: Any) -> bool:
         """Keeps what a record held that this version does not know; see `schema.extras`."""

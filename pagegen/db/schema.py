@@ -12,6 +12,7 @@ prediction is no trial. `extras` keeps what a newer pagegen wrote into records b
 from __future__ import annotations
 
 from sqlalchemy import BigInteger, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy.schema import SchemaItem
 
 from pagegen.spec.result import COMPILE_COUNTS
 
@@ -22,12 +23,19 @@ APPLICATION_ID = 0x70616765
 metadata = MetaData()
 
 
-def _digest() -> Column[str]:
-    return Column("digest", String(64), nullable=False, unique=True)
+def _table(name: str, *columns: SchemaItem) -> Table:
+    """A table of things that are stored once, each under its digest."""
+    number = Column("id", Integer, primary_key=True)
+    digest = Column("digest", String(64), nullable=False, unique=True)
+    return Table(name, metadata, number, digest, *columns)
 
 
 def _reference(table: str, *, index: bool = False) -> Column[int]:
     return Column(f"{table}_id", Integer, ForeignKey(f"{table}s.id"), nullable=False, index=index)
+
+
+def _created_at() -> Column[str]:
+    return Column("created_at", String(40), nullable=False)
 
 
 def _unknown_is_zero(name: str) -> Column[float]:
@@ -43,12 +51,9 @@ schema_info = Table("pagegen_schema", metadata, Column("version", Integer, nulla
 # The same version as Alembic keeps it; both change in one transaction.
 revision = Table("pagegen_revision", metadata, Column("version_num", String(32), primary_key=True))
 
-devices = Table(
+devices = _table(
     "devices",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
-    # digest of what makes it the same device for look-up: see `codec.device_identity`
+    # digest of what makes it the same device for look-up: see `keys.device_identity`
     Column("identity", String(64), nullable=False, index=True),
     Column("name", Text, nullable=False),
     Column("target", String(32), nullable=False),
@@ -70,21 +75,15 @@ devices = Table(
 # What an environment says of itself under these names has a column, the rest is in `data` only.
 ENVIRONMENT_COLUMNS = ("pagegen", "torch", "triton", "compiler", "driver", "runtime", "python", "system", "threads")
 
-environments = Table(
+environments = _table(
     "environments",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     Column("data", Text, nullable=False),
-    Column("identity", String(64), nullable=False, server_default=""),  # see `codec.environment_identity`
+    Column("identity", String(64), nullable=False, server_default=""),  # see `keys.environment_identity`
     *_text(*ENVIRONMENT_COLUMNS),
 )
 
-kernels = Table(
+kernels = _table(
     "kernels",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     Column("spec_digest", String(64), nullable=False),
     Column("num_q_heads", Integer, nullable=False),
     Column("num_kv_heads", Integer, nullable=False),
@@ -112,21 +111,15 @@ kernels = Table(
     Index("kernels_by_question", "spec_digest", "target", "code_hash"),
 )
 
-variants = Table(
+variants = _table(
     "variants",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     Column("family", String(32), nullable=False),
     Column("name", Text, nullable=False),
     Column("data", Text, nullable=False),
 )
 
-workloads = Table(
+workloads = _table(
     "workloads",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     Column("num_seqs", Integer, nullable=False),
     Column("total_q", Integer, nullable=False),
     Column("total_context", BigInteger, nullable=False),
@@ -135,11 +128,8 @@ workloads = Table(
     Column("data", Text, nullable=False),
 )
 
-trials = Table(
+trials = _table(
     "trials",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     Column("key", String(64), nullable=False, index=True),
     _reference("kernel"),
     _reference("device"),
@@ -152,69 +142,61 @@ trials = Table(
     Column("samples_us", Text, nullable=False),  # JSON list, every run in order
     Column("max_error", Text),  # a number as Python writes it: SQLite has no NaN, and a wrong result may be NaN
     Column("detail", Text, nullable=False),
-    Column("created_at", String(40), nullable=False),
+    _created_at(),
     # choosing a block size finds its trials and counts devices in this index alone
     Index("trials_by_question", "kernel_id", "device_id", "variant_id", "workload_id", "status"),
 )
 
-compile_facts = Table(
+compile_facts = _table(
     "compile_facts",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     _reference("kernel", index=True),
     _reference("variant"),
     _reference("environment"),
     Column("form", String(16), nullable=False),
     *[Column(name, BigInteger) for name in COMPILE_COUNTS],
     Column("loop", Text, nullable=False),  # JSON: instructions of the main loop by kind
-    Column("created_at", String(40), nullable=False),
+    _created_at(),
 )
 
-predictions = Table(
+predictions = _table(
     "predictions",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     _reference("kernel", index=True),
     _reference("device"),
     _reference("variant"),
     _reference("workload"),
     Column("predicted_us", Float, nullable=False),
     Column("model", Text, nullable=False),
-    Column("created_at", String(40), nullable=False),
+    _created_at(),
 )
 
-extras = Table(
+extras = _table(
     "extras",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     Column("record", Text, nullable=False),  # the kind of the record that it came in
     Column("owner", String(64), nullable=False, index=True),  # digest of the row made of that record, "" for none
     Column("field", Text, nullable=False),  # "" where the whole record is of an unknown kind
     Column("value", Text, nullable=False),  # canonical JSON
 )
 
-profiles = Table(
+profiles = _table(
     "profiles",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     Column("name", Text, nullable=False, index=True),
     Column("source", Text, nullable=False),
     Column("data", Text, nullable=False),
 )
 
-portfolios = Table(
+portfolios = _table(
     "portfolios",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    _digest(),
     _reference("kernel", index=True),
     _reference("device"),
     _reference("profile"),
     Column("rule", Text, nullable=False),  # JSON of DispatchRule, its reason and evidence included
-    Column("created_at", String(40), nullable=False),
+    _created_at(),
     *_text("kind"),  # of the rule's evidence: "measured" or "predicted"
 )
+
+
+def parents(table: Table) -> dict[str, Table]:
+    """The tables of what a row refers to, by kind ("kernel"), in the order of the columns."""
+    return {
+        column.name.removesuffix("_id"): key.column.table for column in table.columns for key in column.foreign_keys
+    }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagegen.db import codec
+from pagegen.db import keys
 from pagegen.db.queries import Portfolio
 from pagegen.spec import Device, Status, Target
 
@@ -70,7 +70,7 @@ def staleness(
     for portfolio in db.portfolios(**wanted):  # newest first
         if portfolio.rule.evidence.get("kind") == "measured":
             p = portfolio
-            newest.setdefault((p.spec, p.layout, p.target, codec.device_identity(p.device)), p)
+            newest.setdefault((p.spec, p.layout, p.target, keys.device_identity(p.device)), p)
     return [_judged(db, p, code_hash(p.target), environment(p.target)) for p in newest.values()]
 
 

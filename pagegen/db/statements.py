@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
 from pagegen.db import queries
-from pagegen.db.figures import medians_statement
-from pagegen.db.queries import UNDECODABLE, Decoder
+from pagegen.db.queries import Decoder, Undecodable
 from pagegen.db.schema import kernels, trials
-from pagegen.spec import AttentionSpec, CacheLayout, Device, Measurement, Profile, Status, Target, Variant
+from pagegen.spec import AttentionSpec, Measurement, Status, Target
 
 if TYPE_CHECKING:
     from pagegen.db.database import Database
@@ -26,7 +24,7 @@ def listing(
     limit: int | None = None,
 ) -> sa.Select[Any]:
     """The newest trials that match everything given, newest first."""
-    statement = queries.of_trial(queries.of_kernel(queries.TRIALS, spec=spec, target=target), status=status)
+    statement = queries.narrowed(queries.TRIALS, spec=spec, target=target, status=status)
     if block_size is not None:
         statement = statement.where(kernels.c.block_size == block_size)
     return statement.order_by(None).order_by(trials.c.created_at.desc(), trials.c.digest.desc()).limit(limit)
@@ -39,13 +37,8 @@ def newest(db: Database, limit: int, **wanted: Any) -> tuple[list[Measurement], 
     for store in db.stores:
         with store.reading() as connection:
             matching += int(connection.execute(counted).scalar_one())
-            rows = connection.execute(statement).all()
-        decoder = Decoder()
-        for row in rows:
-            try:
-                found.append(decoder.trial(row))
-            except UNDECODABLE:
-                continue
+            rows = queries.decoded(connection, statement, "trial", Decoder().trial)
+            found += [trial for trial in rows if not isinstance(trial, Undecodable)]
     found.sort(key=lambda trial: trial.created_at)
     return found[-limit:], matching
 
@@ -54,15 +47,7 @@ def layouts(spec: AttentionSpec, target: Target, code_hash: str) -> sa.Select[An
     """The layouts that have ok trials for a spec, target and code."""
     columns = (kernels.c.block_size, kernels.c.block_order)
     statement = sa.select(*columns).distinct().join(trials).where(trials.c.status == Status.OK.value)
-    return queries.of_kernel(statement, spec=spec, target=target, code_hash=code_hash).order_by(*columns)
-
-
-def times(
-    spec: AttentionSpec, layout: CacheLayout, device: Device, code_hash: str, variants: Collection[Variant],
-    profile: Profile,
-) -> sa.Select[Any]:  # fmt: skip
-    """The samples behind one row of `best_block_size`."""
-    return medians_statement(spec, layout, device, code_hash, variants, profile.workloads)
+    return queries.narrowed(statement, spec=spec, target=target, code_hash=code_hash).order_by(*columns)
 
 
 def text_of(db: Database, statement: sa.Select[Any]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pagegen.db import codec
+from pagegen.db import codec, keys
 from pagegen.db.absorbing import Record
 from pagegen.db.transfer import whole_file
 from pagegen.spec import Measurement, Status
@@ -37,7 +37,7 @@ def problems(trials: Iterable[Measurement]) -> dict[str, list[Measurement]]:
     for m in trials:
         kernel = codec.kernel_row(m.spec, m.layout, m.target, m.code_hash)["digest"]
         device, workload = codec.device_row(m.device)["digest"], codec.workload_row(m.workload)["digest"]
-        short = codec.digest(f"{kernel} {device} {workload}")[:12]
+        short = keys.digest(f"{kernel} {device} {workload}")[:12]
         heads = f"{m.spec.num_q_heads}x{m.spec.num_kv_heads}x{m.spec.head_dim}"
         name = f"{m.target}-{heads}-block{m.layout.block_size}-{short}"
         found.setdefault(name, []).append(m)
@@ -49,7 +49,7 @@ def document(trials: list[Measurement]) -> dict[str, Any]:
     if not trials:
         raise ValueError("trials must hold at least one, got none")
     first = trials[0]
-    kernel = codec.fields_of(codec.kernel_row(first.spec, first.layout, first.target, first.code_hash)["data"])
+    kernel = keys.fields_of(codec.kernel_row(first.spec, first.layout, first.target, first.code_hash)["data"])
     results = sorted(
         (_result(m) for m in trials),
         key=lambda r: (json.dumps(r["configuration"]), r["timestamp"], json.dumps(r, sort_keys=True)),
@@ -63,7 +63,7 @@ def document(trials: list[Measurement]) -> dict[str, Any]:
             "hardware": {"hardware_description": [first.device.to_dict()]},
             "environment": {"requirements": sorted(requirements)},
             "pagegen": {
-                "v": codec.VERSION,
+                "v": keys.VERSION,
                 "kernel": kernel,
                 "device": {"device": first.device.to_dict()},
                 "workload": {"workload": first.workload.to_dict()},
@@ -179,7 +179,7 @@ def _of_result(name: str, result: Any, own: dict[str, str]) -> Iterator[tuple[st
         yield name, ValueError(f"no T4 result: {error!r}")
         return
     ids = {**own, "variant": f"{name}:variant", "environment": f"{name}:environment"}
-    head = {"v": codec.VERSION}
+    head = {"v": keys.VERSION}
     yield name, {"record": "variant", **head, "id": ids["variant"], "variant": variant}
     yield name, {"record": "environment", **head, "id": ids["environment"], "environment": environment}
     yield name, {"record": "trial", **head, **ids, **trial}

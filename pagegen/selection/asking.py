@@ -84,7 +84,7 @@ def _dispatched(ladder: Ladder, asked: tuple[int, int, int]) -> Variant | None:
     here = [c for c in ladder.judged if c.same_device and c.lead.layout == ladder.layout]
     if not here:
         return None
-    first = min(here, key=lambda c: not c.measured)  # stable
+    first = min(here, key=lambda c: not c.lead.measured)  # stable
     clauses = first.lead.rule.clauses
     if ladder.spec.batch_invariant:
         return clauses[-1].variant

@@ -33,7 +33,6 @@ class Candidate:
     batch_distance: float
     same_device: bool
     renamed: bool
-    measured: bool
     refused: str = ""
 
     @property
@@ -47,7 +46,7 @@ def candidate(
 ) -> Candidate | None:
     """The portfolio judged for a question; None where it cannot be read. `known` remembers how far profiles are from
     the workload: portfolios share them."""
-    from pagegen.db.codec import device_identity
+    from pagegen.db.keys import device_identity
     from pagegen.db.queries import UNDECODABLE
 
     try:
@@ -65,9 +64,8 @@ def candidate(
     else:
         grade, place = OTHER_ARCH, place + OTHER_ARCH_DISTANCE
     return Candidate(
-        lead=lead, grade=grade, place_distance=place, batch_distance=batch, same_device=same or renamed,
-        renamed=renamed, measured=lead.measured,
-    )  # fmt: skip
+        lead=lead, grade=grade, place_distance=place, batch_distance=batch, same_device=same or renamed, renamed=renamed
+    )
 
 
 def _nearest(lead: Lead, workload: Workload, known: dict[str, float]) -> float:
@@ -81,7 +79,7 @@ def _nearest(lead: Lead, workload: Workload, known: dict[str, float]) -> float:
 def alike(a: Device, b: Device) -> bool:
     """Whether two GPUs are one product under two names: alike in everything but the name and the rates, and known well
     enough to tell. CPUs are not: what a vendor sells under many names differs in more than a device says."""
-    from pagegen.db.codec import device_identity
+    from pagegen.db.keys import device_identity
 
     known = a.target.is_gpu and a.units > 0 and a.memory_gib > 0
     return known and a.name != b.name and device_identity(replace(a, name=b.name)) == device_identity(b)

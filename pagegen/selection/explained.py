@@ -134,7 +134,7 @@ def differing(ladder: Ladder, lead: Lead) -> dict[str, tuple[Any, Any]] | None:
 
 def _key_fields(ladder: Ladder, lead: Lead) -> dict[str, tuple[Any, Any]]:
     """What of a portfolio's spec, layout, device and code differs."""
-    from pagegen.db.codec import RATES
+    from pagegen.db.keys import RATES
 
     device = ladder.device
     stored: dict[str, Any] = {f"spec.{k}": v for k, v in lead.spec.to_dict().items()}

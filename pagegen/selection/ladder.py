@@ -166,7 +166,7 @@ class Ladder:
             more = f" ({older} of other code: run pagegen tune again)" if older else ""
             self.missed.append(self._nothing_readable(more))
         # stable: newest first within equals, as the database gives them
-        self.judged = sorted(found, key=lambda c: (GRADES.index(c.grade), c.distance, not c.measured))
+        self.judged = sorted(found, key=lambda c: (GRADES.index(c.grade), c.distance, not c.lead.measured))
         return list(self.judged)
 
     def _refusal(self, one: Candidate) -> str:

@@ -57,7 +57,7 @@ def choice_digest(
     layout = layout.canonical(spec.num_kv_heads)
     rule = rule_for(spec, layout, target, db)
     from pagegen.db import DatabaseError
-    from pagegen.db.codec import spec_digest
+    from pagegen.db.keys import spec_digest
 
     try:
         with opened(db) as source:

@@ -122,6 +122,11 @@ class Prediction:
         if not check.number("predicted_us", self.predicted_us) > 0:
             raise ValueError(f"predicted_us must be positive, got {self.predicted_us}")
 
+    @property
+    def target(self) -> Target:
+        """The device's."""
+        return self.device.target
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:

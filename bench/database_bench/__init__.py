@@ -1,0 +1,1 @@
+"""What bench/database.py measures: a tuning database of made-up trials, how it takes them in and how it answers."""

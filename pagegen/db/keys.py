@@ -1,0 +1,85 @@
+"""What things are called in the database: canonical JSON, its digests, and the identities under which things meet.
+
+Canonical JSON has sorted keys, a version, no spaces and no NaN: the same value gives the same bytes in every
+process and on every machine. Changing what a field means raises `VERSION`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pagegen.spec import AttentionSpec, Device
+from pagegen.spec.result import PURPOSE, SESSION
+
+VERSION = 1
+# The question that a trial answers: version 1 left the environment out.
+KEY_VERSION = 2
+# Rates are measured or nominal and change from run to run on one machine; they do not make it another device.
+RATES = ("bandwidth_gb_s", "matrix_tflops")
+_CLOCKS = ("core_clock_mhz", "memory_clock_mhz", "power_limit_w")
+DEVICE_FLOATS = (*RATES, *_CLOCKS, "memory_gib", "last_level_cache_mib", "shared_memory_kib")
+# What marks a tuner's trial; all else in an environment may change its time.
+_TAGS = (SESSION, PURPOSE)
+# What makers add to one product's name in one place and not in another.
+_DECORATION = re.compile(r"\((?:r|tm|c)\)|\b(?:nvidia|amd|intel|corporation|inc)\b[.,]?|[\s_-]+")
+
+
+def canonical(fields: Mapping[str, Any], version: int = VERSION) -> str:
+    """The canonical JSON of named fields, with the version. Raises ValueError for NaN and infinities."""
+    return json.dumps({"v": version, **fields}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(text: str) -> str:
+    """sha256 of canonical JSON, as hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fields_of(text: str) -> dict[str, Any]:
+    """The named fields of canonical JSON. Raises ValueError for anything else or another version."""
+    data = json.loads(text)
+    if not isinstance(data, dict) or data.get("v") != VERSION:
+        raise ValueError(f"stored data must have version {VERSION}, got {text[:60]!r}")
+    return {key: value for key, value in data.items() if key != "v"}
+
+
+@functools.lru_cache(maxsize=1024)
+def spec_digest(spec: AttentionSpec) -> str:
+    """The key of a spec."""
+    return digest(canonical({"spec": spec.to_dict()}))
+
+
+def device_fields(device: Device) -> dict[str, Any]:
+    """The device's fields with 80 and 80.0 written alike."""
+    return {k: float(v) if k in DEVICE_FLOATS else v for k, v in device.to_dict().items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def device_identity(device: Device) -> str:
+    """The key under which two descriptions of one device meet: all but its rates, its name without the maker's
+    decoration, memory in whole GiB (drivers and kernels reserve a varying sliver), clocks in MHz, power in W."""
+    plain = device_fields(device)
+    fields = {k: round(v) if k in _CLOCKS else v for k, v in plain.items() if k not in RATES}
+    fields |= {"name": _DECORATION.sub("", plain["name"].lower()), "memory_gib": round(plain["memory_gib"])}
+    return digest(canonical({"device": fields}))
+
+
+def environment_identity(environment: Mapping[str, str]) -> str:
+    """The key under which trials share a toolchain and system: all of an environment but a tuner's tags."""
+    return _environment_identity(tuple((k, v) for k, v in sorted(environment.items()) if k not in _TAGS))
+
+
+@functools.lru_cache(maxsize=1024)
+def _environment_identity(items: tuple[tuple[str, str], ...]) -> str:
+    return digest(canonical({"environment": dict(items)}))
+
+
+def key_of(*, kernel: str, device: str, environment: str, variant: str, workload: str, regime: str) -> str:
+    """The key of the question that a trial answers: a device and an environment by their identities, the rest by their
+    digests. `codec.trial_key` is that of a measurement."""
+    fields = {"kernel": kernel, "device": device, "environment": environment, "variant": variant}
+    return digest(canonical({**fields, "workload": workload, "regime": regime}, KEY_VERSION))

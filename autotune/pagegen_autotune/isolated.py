@@ -99,6 +99,14 @@ class IsolatedBench:
                 self._replace_if_sticky()
             raise
 
+    def gauge(self) -> float | None:
+        """What memory gives just now, in GB/s; None where it does not change, or the worker was lost."""
+        try:
+            reading = self._ask("gauge", (), self._sample_limit_s)
+        except (CandidateFailed, WorkerLost):
+            return None
+        return None if reading is None else float(reading)
+
     def facts(self, layout: CacheLayout, variant: Variant, *, decode: bool) -> CompileFacts | None:
         """What the compiler made of a variant, found in this process: nothing of it runs."""
         spec, target, *_ = self._made_by[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,16 +37,64 @@ class Plan:
     kernels: dict[Variant, AttentionKernel] = field(default_factory=dict)
 
     def kernel(self, num_seqs: int, max_query_len: int, max_seq_len: int) -> AttentionKernel | None:
-        """The kernel that the rule chooses for a batch, or None where the dense path serves it. A choice that does
-        not compile (a full disk, a compiler that went away) leaves the plan to the dense path, said once."""
+        """The kernel that the rule chooses for a batch, or None where the dense path serves it."""
+        while self.rule is not None:
+            variant = self.rule.choose(num_seqs, max_query_len, max_seq_len)
+            try:
+                return self.load(variant)
+            except CompileError as error:
+                self.give_up(variant, error)
+        return None
+
+    def compile(self) -> None:
+        """Compiles all that the rule may choose."""
+        from pagegen import targets
+        from pagegen.targets import cpp_build
+
+        failed: dict[Variant, CompileError] = {}
+
+        def attempt(variant: Variant) -> None:
+            try:
+                targets.warm_up(self.load(variant), self.spec, self.layout, self.target)
+            except CompileError as error:
+                failed[variant] = error
+
+        while self.rule is not None:
+            variants = self.rule.variants
+            if self.target.kind == "cpu" and len(variants) > 1:  # each by a compiler of its own
+                with ThreadPoolExecutor(cpp_build.workers()) as pool:
+                    list(pool.map(attempt, variants))
+            else:  # in this thread, whose device is the current one
+                for variant in variants:
+                    attempt(variant)
+            if not failed:
+                return
+            for variant in variants:
+                if variant in failed:
+                    self.give_up(variant, failed.pop(variant))
+
+    def give_up(self, variant: Variant, error: CompileError) -> None:
+        """A choice does not compile: another compiler than it was tuned with, a compiler that went away, a full disk.
+        The default variant serves in its place, and where that is what failed, the dense path serves all; said once."""
+        from pagegen import targets
+
         if self.rule is None:
-            return None
-        try:
-            return self.load(self.rule.choose(num_seqs, max_query_len, max_seq_len))
-        except CompileError as error:
-            self.rule, self.dense_reason = None, str(error)
-            announce_dense(self.target, self.dense_reason)
-            return None
+            return
+        clauses = []
+        for clause in self.rule.clauses:
+            if clause.variant == variant:
+                decode = clause.max_query_len == 1
+                default = targets.default_variant(self.spec, self.layout, self.target, decode=decode)
+                if default == variant:
+                    self.rule, self.dense_reason = None, str(error)
+                    announce_dense(self.target, self.dense_reason)
+                    return
+                clause = replace(clause, variant=default)
+            clauses.append(clause)
+        _announce_default(self.target, str(error))
+        reason = f"{self.rule.reason}; the default variant in place of one that does not compile ({error})"
+        evidence = {**self.rule.evidence, "kind": "default", "confidence": "none"}
+        self.rule = replace(self.rule, clauses=tuple(clauses), reason=reason, evidence=evidence)
 
     def load(self, variant: Variant) -> AttentionKernel:
         """The kernel of `variant`, compiled when first asked for."""
@@ -85,6 +133,12 @@ def make_plan(spec: AttentionSpec, layout: CacheLayout, target: Target, db: Data
 def announce_dense(target: Target, reason: str) -> None:
     """Logs once a process that calls fall back to the dense path, and why."""
     log.warning("attention on %s gathers its blocks and computes densely: %s", target, reason)
+
+
+@functools.cache
+def _announce_default(target: Target, error: str) -> None:
+    """Logs once a process that the default variant serves in place of a choice, and why."""
+    log.warning("the default variant serves on %s in place of one that was chosen: %s; run pagegen tune", target, error)
 
 
 def target_of(device: torch.device) -> Target:
@@ -137,14 +191,7 @@ def prepare(
         targets.current_device(where)
     layout = layout.canonical(spec.num_kv_heads)  # as `order_of` reads it off a cache
     plan = make_plan(spec, layout, where, db)
-    variants = plan.rule.variants if plan.rule else ()
-    if where.kind == "cpu" and len(variants) > 1:  # each by a compiler of its own
-        from pagegen.targets import cpp_build
-
-        with ThreadPoolExecutor(cpp_build.workers()) as pool:
-            list(pool.map(plan.load, variants))
-    for variant in variants:
-        targets.warm_up(plan.load(variant), spec, layout, where)
+    plan.compile()
     _PREPARED[spec, layout, where] = plan
     _forget_calls()
     return plan.rule

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagegen import settings
-from pagegen.ops import checks, operands, plans
+from pagegen.ops import checks, gradients, operands, plans
 from pagegen.ops.schemas import LIBRARY
 from pagegen.reference import reference_attention, value_width
 from pagegen.spec import AttentionSpec, CacheLayout, Variant
@@ -41,6 +41,7 @@ def paged_attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`torch.ops.pagegen.paged_attention`; see `pagegen.paged_attention` for the arguments."""
+    gradients.refuse(q=q, k_cache=k_cache, v_cache=v_cache)
     seen = _seen(q, k_cache, v_cache, block_table, seq_lens, options)
     key = passed = _PASSED.get(seen)
     if key is None:

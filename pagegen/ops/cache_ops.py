@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagegen.ops import cache_checks, checks, operands, plans
+from pagegen.ops import cache_checks, checks, gradients, operands, plans
 from pagegen.ops.schemas import LIBRARY
 from pagegen.spec.dtypes import INTEGER_RANGES
 from pagegen.targets.cache_call import Rotation, WriteCall
@@ -30,6 +30,7 @@ def write_kv(
     kv_dtype: str | None = None,
 ) -> None:
     """`torch.ops.pagegen.write_kv`; see `pagegen.write_kv`."""
+    gradients.refuse(k=k, v=v)
     stored = cache_checks.write(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
     scales = _scales(k_cache, v_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
     _write(WriteCall(k, v, k_cache, v_cache, slot_mapping, stored, rotation=None, **scales))
@@ -54,6 +55,7 @@ def rope_write_kv(
     kv_dtype: str | None = None,
 ) -> Tensor:
     """`torch.ops.pagegen.rope_write_kv`; see `pagegen.rope_write_kv`."""
+    gradients.refuse(q=q, k=k, v=v)
     stored = cache_checks.write(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
     cache_checks.rope(q, k, positions, cos, sin)
     scales = _scales(k_cache, v_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)

@@ -121,7 +121,9 @@ def prepare(
     target: str | Target | None = None,
     db: Database | str | None = None,
 ) -> DispatchRule | None:
-    """Chooses and compiles the variants that serve `spec` on `layout`, so that serving compiles nothing.
+    """Chooses and compiles the variants that serve `spec` on `layout`, and what writes to its caches, so that serving
+    compiles nothing: `pagegen.targets.compiled()` is the same before and after. (`rope_write_kv` and `copy_blocks`
+    compile at their first call on a GPU.)
 
     `target` defaults to this machine's, `db` (a Database, path or URL) to the default database. Returns the
     dispatch rule, or None where no generated kernel serves the spec and calls compute densely. Raises ValueError for
@@ -145,6 +147,7 @@ def prepare(
             list(pool.map(plan.load, variants))
     for variant in variants:
         targets.warm_up(plan.load(variant), spec, layout, where)
+    targets.warm_up_writes(spec, layout, where)
     _PREPARED[spec, layout, where] = plan
     _forget_calls()
     return plan.rule

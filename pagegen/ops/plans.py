@@ -91,13 +91,18 @@ def target_of(device: torch.device) -> Target:
     """The target that serves tensors on `device`. Raises ValueError for a device that nothing serves."""
     named = settings.target_name()
     if device.type == "cpu":
-        target = Target.parse(named) if named else Target("cpu")
-        if target.is_gpu:
-            raise ValueError(f"PAGEGEN_TARGET must be cpu or interpreter for tensors on the CPU, got {target}")
-        return target
+        return _cpu_target(named)
     if device.type == "cuda":
         return Target.current()
     raise ValueError(f"q must be on a cpu or cuda device, got {device}")
+
+
+@functools.lru_cache(maxsize=16)
+def _cpu_target(named: str) -> Target:
+    target = Target.parse(named) if named else Target("cpu")
+    if target.is_gpu:
+        raise ValueError(f"PAGEGEN_TARGET must be cpu or interpreter for tensors on the CPU, got {target}")
+    return target
 
 
 def order_of(k_cache: Tensor) -> str:

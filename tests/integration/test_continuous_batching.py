@@ -41,6 +41,7 @@ def counted(monkeypatch):
     return calls
 
 
+@pytest.mark.compat("transformers", "continuous batching")
 @pytest.mark.parametrize("make", [llama, qwen3, gemma3, phi3])
 def test_continuous_batching_gives_each_prompt_the_tokens_it_gets_alone(make, counted):
     model, prompts = build(make), prompts_of(5, 17, 40)
@@ -50,6 +51,7 @@ def test_continuous_batching_gives_each_prompt_the_tokens_it_gets_alone(make, co
     assert counted["flash_attn_varlen_func"] >= 3
 
 
+@pytest.mark.compat("transformers", "continuous batching with block tables")
 def test_decode_steps_go_through_the_block_table_where_transformers_has_it_on(counted, monkeypatch):
     """transformers asks for a GPU before it takes that way."""
     from transformers.generation.continuous_batching import initialization

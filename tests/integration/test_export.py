@@ -52,6 +52,7 @@ def model():
     return Step().eval()
 
 
+@pytest.mark.compat("torch", "torch.export with dynamic batch and table width")
 def test_an_exported_step_serves_every_batch_and_writes_its_caches(model, tmp_path):
     program = exported(model)
     file = tmp_path / "step.pt2"
@@ -65,6 +66,7 @@ def test_an_exported_step_serves_every_batch_and_writes_its_caches(model, tmp_pa
         assert torch.equal(loaded.get_buffer(name), model.get_buffer(name)) and loaded.get_buffer(name).any()
 
 
+@pytest.mark.compat("torch", "torch.export: mutated buffers")
 def test_an_exported_program_says_that_it_mutates_just_the_caches(model):
     program = exported(model).run_decompositions({})
     assert set(program.graph_signature.buffers_to_mutate.values()) == {"k_cache", "v_cache"}
@@ -84,6 +86,7 @@ print("equal")
 """
 
 
+@pytest.mark.compat("torch", "AOTInductor package in another process")
 def test_an_ahead_of_time_package_runs_in_another_process_that_imports_pagegen(tmp_path):
     torch.manual_seed(0)
     model = Step().eval()

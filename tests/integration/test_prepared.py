@@ -57,6 +57,7 @@ def step(cache, names, spec):
     )
 
 
+@pytest.mark.compat("torch", "prepare: serving compiles nothing")
 def test_a_serving_run_compiles_nothing_that_prepare_did_not(forgotten):
     before = targets.compiled()
     pagegen.prepare(SPEC, LAYOUT)
@@ -85,6 +86,7 @@ def test_nothing_is_compiled_while_a_graph_is_captured_and_the_message_says_what
         serve(steps=0)
 
 
+@pytest.mark.compat("torch", "CUDA graphs, simulated: a prepared step compiles nothing in capture")
 def test_a_prepared_step_may_be_captured(forgotten, capturing):
     pagegen.prepare(SPEC, LAYOUT)
     capturing()

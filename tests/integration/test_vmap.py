@@ -33,6 +33,7 @@ def write(k, *others):
     return k
 
 
+@pytest.mark.compat("torch", "torch.vmap")
 @pytest.mark.parametrize("dims", [(0, None, None), (1, 0, 0), (None, 1, 0), (2, None, 0)])
 def test_mapped_queries_tables_and_lengths_are_more_sequences_of_one_call(caches, dims, monkeypatch):
     sizes = {"q": made(4, 3, 4, DIM), "table": TABLE.expand(4, 3, 2).clone(), "lens": LENS.expand(4, 3).clone()}
@@ -112,6 +113,7 @@ def test_rotations_and_merges_may_be_mapped(caches):
     torch.testing.assert_close(merged[0][1], pagegen.merge_states(outs[1], lses[1])[0])
 
 
+@pytest.mark.compat("torch", "autograd: refused by name")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_what_wants_a_gradient_is_refused_by_name_and_runs_without(caches, compiled):
     weight = torch.nn.Parameter(made(DIM, DIM))

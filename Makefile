@@ -1,7 +1,7 @@
 # Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
 # PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
 
-.PHONY: demo test check format coverage sweep crashes bench-peers clean
+.PHONY: demo test check format compatibility coverage sweep crashes bench-peers clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -46,6 +46,10 @@ format: $(TOOLS)
 # docs/coverage.md: every feature compiled for every GPU of the table, about ten minutes on two cores.
 coverage: $(TOOLS)
 	$(PY) tests/kernels/coverage_table.py --jobs $(JOBS)
+
+# docs/compatibility.md: the tests that show what works with which host library, and what they found.
+compatibility: $(TOOLS)
+	$(PY) -m pytest -m compat --record-compatibility tests
 
 # Random specs, layouts, variants and batches against the reference and the templates as they stand; SEED=1 for others.
 SEED ?= 0

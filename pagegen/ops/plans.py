@@ -145,13 +145,18 @@ def target_of(device: torch.device) -> Target:
     """The target that serves tensors on `device`. Raises ValueError for a device that nothing serves."""
     named = settings.target_name()
     if device.type == "cpu":
-        target = Target.parse(named) if named else Target("cpu")
-        if target.is_gpu:
-            raise ValueError(f"PAGEGEN_TARGET must be cpu or interpreter for tensors on the CPU, got {target}")
-        return target
+        return _cpu_target(named)
     if device.type == "cuda":
         return Target.current()
     raise ValueError(f"q must be on a cpu or cuda device, got {device}")
+
+
+@functools.lru_cache(maxsize=16)
+def _cpu_target(named: str) -> Target:
+    target = Target.parse(named) if named else Target("cpu")
+    if target.is_gpu:
+        raise ValueError(f"PAGEGEN_TARGET must be cpu or interpreter for tensors on the CPU, got {target}")
+    return target
 
 
 def order_of(k_cache: Tensor) -> str:
@@ -175,7 +180,9 @@ def prepare(
     target: str | Target | None = None,
     db: Database | str | None = None,
 ) -> DispatchRule | None:
-    """Chooses and compiles the variants that serve `spec` on `layout`, so that serving compiles nothing.
+    """Chooses and compiles the variants that serve `spec` on `layout`, and what writes to its caches, so that serving
+    compiles nothing: `pagegen.targets.compiled()` is the same before and after. (`rope_write_kv` and `copy_blocks`
+    compile at their first call on a GPU.)
 
     `target` defaults to this machine's, `db` (a Database, path or URL) to the default database. Returns the
     dispatch rule, or None where no generated kernel serves the spec and calls compute densely. Raises ValueError for
@@ -192,6 +199,7 @@ def prepare(
     layout = layout.canonical(spec.num_kv_heads)  # as `order_of` reads it off a cache
     plan = make_plan(spec, layout, where, db)
     plan.compile()
+    targets.warm_up_writes(spec, layout, where)
     _PREPARED[spec, layout, where] = plan
     _forget_calls()
     return plan.rule

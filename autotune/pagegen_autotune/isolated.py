@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pagegen import targets
+from pagegen import settings, targets
 from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Status, Target, Variant, Workload
 from pagegen_autotune import known
 from pagegen_autotune.measure import Bench, CandidateFailed, KernelBench, Verdict
@@ -134,6 +134,7 @@ class IsolatedBench:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program], pass_fds=[its.fileno()], stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, "OMP_WAIT_POLICY": settings.omp_wait_policy()},
             )  # fmt: skip
         self._connection = Connection(ours.detach())
         self._connection.send((*self._made_by, torch.get_num_threads()))

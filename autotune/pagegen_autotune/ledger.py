@@ -27,7 +27,7 @@ from pagegen.spec.result import GAUGE, PURPOSE, SESSION
 from pagegen_autotune.measure import Bench, Verdict
 
 # What else makes times of one device incomparable.
-SAME_ENVIRONMENT = ("threads", "compiler", "driver", "runtime")
+SAME_ENVIRONMENT = ("threads", "compiler", "driver", "runtime", "omp_wait_policy")
 
 
 class Store(Protocol):

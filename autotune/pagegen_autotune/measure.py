@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import pagegen
-from pagegen import targets
+from pagegen import settings, targets
 from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Status, Target, Variant, Workload
 from pagegen.targets import cpp_build, gpu_driver
 from pagegen.targets.call import AttentionCall, AttentionKernel
@@ -267,4 +267,5 @@ def environment_of(target: Target) -> dict[str, str]:
         from pagegen.targets import cpu
 
         found["compiler"] = str(cpu.compiler())
+        found["omp_wait_policy"] = settings.omp_wait_policy()
     return found

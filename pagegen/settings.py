@@ -44,3 +44,9 @@ def omp_wait_policy() -> str:
 def interpreting() -> bool:
     """Whether Triton's interpreter was asked for (`TRITON_INTERPRET=1`), which must be set before triton loads."""
     return os.environ.get("TRITON_INTERPRET", "") == "1"
+
+
+def vllm_replaced() -> tuple[str, ...]:
+    """Attention backends of vLLM whose place pagegen's takes (`PAGEGEN_VLLM_REPLACE`, separated by commas)."""
+    names = os.environ.get("PAGEGEN_VLLM_REPLACE", "").split(",")
+    return tuple(name.strip().upper() for name in names if name.strip())

@@ -47,7 +47,8 @@ class Case:
         splits = sorted({512, start.split_tokens if start.split_tokens != 512 else 8192})
         axes = (TILES, STREAMS, heads, ahead, ORDERS, splits)
         names = ("tile_kv", "streams", "heads_together", "prefetch_ahead", "read_order", "split_tokens")
-        points = [replace(start, **dict(zip(names, values, strict=True))) for values in itertools.product(*axes)]
+        changes: list[dict[str, Any]] = [dict(zip(names, values, strict=True)) for values in itertools.product(*axes)]
+        points = [replace(start, **change) for change in changes]
         return list(dict.fromkeys([start, *points]))
 
     @property

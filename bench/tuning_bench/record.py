@@ -17,6 +17,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def record(case: Case, rounds: int = ROUNDS, alone: AbstractContextManager[objec
 
 
 def _cell(
-    bench: KernelBench, case: Case, workload: Workload, variants: list[Variant], rounds: int, seed: int
+    bench: KernelBench, case: Case, workload: Workload, variants: Sequence[Variant], rounds: int, seed: int
 ) -> dict[str, object]:
     """One batch: the default's median microseconds in each round, and by variant its ratios in 1/10,000."""
     rng = random.Random(seed)

@@ -16,8 +16,13 @@ def cache_dir() -> Path:
 
 
 def database_url() -> str:
-    """The tuning database (`PAGEGEN_DB`: a path or a URL), by default a file in the user's data folder."""
-    return os.environ.get("PAGEGEN_DB") or str(Path(platformdirs.user_data_dir(APP)) / "tuning.db")
+    """The tuning database (`PAGEGEN_DB`: a path or a URL), by default `own_database`."""
+    return os.environ.get("PAGEGEN_DB") or own_database()
+
+
+def own_database() -> str:
+    """The tuning database that nobody named: a file in the user's data folder."""
+    return str(Path(platformdirs.user_data_dir(APP)) / "tuning.db")
 
 
 def target_name() -> str:

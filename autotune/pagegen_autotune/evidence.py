@@ -6,14 +6,16 @@ Only samples of the same round are compared with one another: the read bandwidth
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pagegen.spec import Measurement, Status, Variant, Workload
-from pagegen.spec.result import BASELINE, COMPARE, CONFIRM, PURPOSE, SEARCH, SESSION
+from pagegen.spec.result import AFTER, BASELINE, COMPARE, CONFIRM, GAUGE, PURPOSE, SEARCH, SESSION
+from pagegen_autotune.objective import Loads, Objective, mean
 
 # A gain below 2 % is no reason to leave the default.
 MARGIN = 0.02
@@ -26,18 +28,18 @@ MIN_FRESH_ROUNDS = 4
 # between 0.8 and 1.25: with one sample in ten hit so and 3 % noise, a true gain of 10 % over eight workloads was found
 # in 95 of 100 simulated confirmations, against 9 with whole times summed, and equal variants passed in fewer than 1.
 MAX_RATIO = 1.25
-
-Loads = Sequence[tuple[Workload, float]]
+# The first words of what is said of a trial that a race left out before its last round: there is no more to measure.
+ELIMINATED = "eliminated"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A variant against the default over the workloads of a class, round by round.
+    """A variant against the default (or another) over the workloads of a class, round by round.
 
-    `by_workload` holds each workload's median over rounds of (variant's time / default's time), `ratio` their mean by
-    the workloads' shares of the default's time: below 1 is faster. A round is won when the same mean of its own ratios
-    is below 1; `p` is the probability of winning so many by luck (one-sided sign test). `fresh`: on samples that the
-    search had not seen.
+    `by_workload` holds each workload's median over rounds of (variant's time / default's time), `ratio` the objective
+    of the times that they make over that of the default's: below 1 is faster. A round is won when the same ratio of
+    its own times is below 1; `p` is the probability of winning so many by luck (one-sided sign test). `fresh`: on
+    samples that the search had not seen.
     """
 
     variant: Variant
@@ -60,13 +62,15 @@ class Comparison:
 
 
 class Evidence:
-    """The trials of one layout, indexed for comparisons with the default of a class."""
+    """The trials of one layout, indexed for comparisons with the default of a class by an objective."""
 
-    def __init__(self, trials: Iterable[Measurement], default: Variant) -> None:
+    def __init__(self, trials: Iterable[Measurement], default: Variant, objective: Objective = mean) -> None:
         self.default = default
+        self.objective = objective
         self.failed: set[Variant] = set()
         self.count = 0
         self._by_key: dict[tuple[Variant, Workload], list[Measurement]] = defaultdict(list)
+        self._ratio: dict[tuple[Variant, Workload], float | None] = {}
         for trial in trials:
             self.count += 1
             if trial.status is Status.OK:
@@ -74,7 +78,7 @@ class Evidence:
             else:
                 self.failed.add(trial.variant)
 
-    @property
+    @functools.cached_property
     def variants(self) -> list[Variant]:
         """Those with a successful trial and no failed one, the default left out, by name."""
         found = {variant for variant, _ in self._by_key} - self.failed - {self.default}
@@ -95,57 +99,104 @@ class Evidence:
         samples = [s for t in found if purpose in (None, t.environment.get(PURPOSE)) for s in t.samples_us]
         return statistics.median(samples) if samples else None
 
-    def pairs(self, variant: Variant, workload: Workload, *, fresh: bool) -> list[tuple[float, float]]:
-        """(variant, default) samples of the same rounds: those of the search, or the fresh ones of a confirmation."""
+    def pairs(
+        self, variant: Variant, workload: Workload, *, fresh: bool, base: Variant | None = None
+    ) -> list[tuple[float, float]]:
+        """(variant, default) samples of the same rounds: those of the search, or the fresh ones of a confirmation.
+        `base` takes the default's place."""
         purpose = CONFIRM if fresh else SEARCH
-        bases = {t.environment.get(SESSION): t for t in self._by_key[self.default, workload]}
+        bases = {t.environment.get(SESSION): t for t in self._by_key[base or self.default, workload]}
         found: list[tuple[float, float]] = []
         for trial in self._by_key[variant, workload]:
-            base = bases.get(trial.environment.get(SESSION, ""))
-            if base is not None and trial.environment.get(PURPOSE) == purpose:
-                found += zip(trial.samples_us, base.samples_us, strict=False)  # an interrupted round is not complete
+            other = bases.get(trial.environment.get(SESSION, ""))
+            if other is not None and trial.environment.get(PURPOSE) == purpose:
+                found += zip(trial.samples_us, other.samples_us, strict=False)  # an interrupted round is not complete
         return found
+
+    def eliminated(self, variant: Variant, workload: Workload) -> bool:
+        """Whether a race showed the variant to be slower than the best on this workload."""
+        return any(t.detail.startswith(ELIMINATED) for t in self._by_key[variant, workload])
+
+    def ratios(self, loads: Loads) -> dict[Variant, dict[Workload, float]]:
+        """Each variant's median ratios to the default, by the search's samples, on those of `loads` it was measured
+        on."""
+        found: dict[Variant, dict[Workload, float]] = {}
+        for variant in self.variants:
+            known = {w: ratio for w, _ in loads if (ratio := self._searched(variant, w)) is not None}
+            if known:
+                found[variant] = known
+        return found
+
+    def _searched(self, variant: Variant, workload: Workload) -> float | None:
+        key = variant, workload
+        if key not in self._ratio:
+            taken = self.pairs(variant, workload, fresh=False)
+            self._ratio[key] = statistics.median(v / d for v, d in taken) if taken else None
+        return self._ratio[key]
+
+    @property
+    def gauge_gb_s(self) -> list[float]:
+        """What the gauge said beside all samples, in no order."""
+        told = (trial.environment.get(GAUGE, "") for found in self._by_key.values() for trial in found)
+        return [float(reading) for text in told for reading in text.split()]
+
+    def scores(self, loads: Loads) -> dict[Variant, float]:
+        """Each variant's objective over the default's, on those of `loads` that it was measured on: what a search goes
+        by. A decision rests on more."""
+        found = {}
+        for variant, known in self.ratios(loads).items():
+            part = [(w, weight) for w, weight in loads if w in known]
+            base = {w: self.cost_us(w) for w, _ in part}
+            found[variant] = self.objective({w: base[w] * known[w] for w in base}, part) / self.objective(base, part)
+        return found
+
+    def drift(self, loads: Loads) -> float | None:
+        """The default's time at the end of the run over that at its beginning, the median over the workloads that were
+        measured both times; None before."""
+        found = []
+        for workload, _ in loads:
+            before, after = self._median(workload, BASELINE), self._median(workload, AFTER)
+            found += [after / before] if before and after else []
+        return statistics.median(found) if found else None
 
     def sessions(self, variant: Variant, workload: Workload, purpose: str) -> set[str]:
         """The sessions of some purpose in which the variant was measured for enough rounds."""
         found = [t for t in self._by_key[variant, workload] if t.environment.get(PURPOSE) == purpose]
         return {t.environment.get(SESSION, "") for t in found if len(t.samples_us) >= MIN_FRESH_ROUNDS}
 
-    def compare(self, variant: Variant, loads: Loads, *, fresh: bool) -> Comparison | None:
-        """`variant` against the default over all of `loads`; None where one was not measured."""
-        pairs = {w: self.pairs(variant, w, fresh=fresh) for w, _ in loads}
+    def compare(self, variant: Variant, loads: Loads, *, fresh: bool, base: Variant | None = None) -> Comparison | None:
+        """`variant` against the default (or `base`) over all of `loads`; None where one was not measured."""
+        pairs = {w: self.pairs(variant, w, fresh=fresh, base=base) for w, _ in loads}
         if not all(pairs.values()) or not pairs:
             return None
-        costs = {w: weight * self.cost_us(w) for w, weight in loads}
-        return _compare(variant, pairs, costs, fresh)
+        return self._compare(variant, {w: [v / d for v, d in found] for w, found in pairs.items()}, loads, fresh)
 
     def comparisons(self, loads: Loads, *, fresh: bool) -> list[Comparison]:
         """All variants measured on all of `loads`."""
         found = (self.compare(v, loads, fresh=fresh) for v in self.variants)
         return [c for c in found if c is not None]
 
+    def _compare(
+        self, variant: Variant, ratios: Mapping[Workload, list[float]], loads: Loads, fresh: bool
+    ) -> Comparison:
+        rounds = min(map(len, ratios.values()))
+        base = {w: self.cost_us(w) for w, _ in loads}
+        single = {w: statistics.median(found) for w, found in ratios.items()}
 
-def _compare(
-    variant: Variant,
-    pairs: Mapping[Workload, list[tuple[float, float]]],
-    costs: Mapping[Workload, float],
-    fresh: bool,
-) -> Comparison:
-    rounds = min(map(len, pairs.values()))
-    total = sum(costs.values())
-    ratios = {w: [v / d for v, d in found] for w, found in pairs.items()}
-    single = {w: statistics.median(found) for w, found in ratios.items()}
+        def over_base(by_workload: Mapping[Workload, float]) -> float:
+            times = {w: base[w] * by_workload[w] for w in base}
+            return self.objective(times, loads) / self.objective(base, loads)
 
-    def of_round(number: int) -> float:
-        return sum(costs[w] * min(max(r[number], 1 / MAX_RATIO), MAX_RATIO) for w, r in ratios.items()) / total
+        def of_round(number: int) -> float:
+            return over_base({w: min(max(r[number], 1 / MAX_RATIO), MAX_RATIO) for w, r in ratios.items()})
 
-    won = sum(of_round(number) < 1 for number in range(rounds))
-    return Comparison(
-        variant=variant,
-        ratio=sum(costs[w] * single[w] for w in ratios) / total,
-        rounds=rounds,
-        won=won,
-        p=sum(math.comb(rounds, k) for k in range(won, rounds + 1)) / 2**rounds,
-        fresh=fresh,
-        by_workload=single,
-    )
+        won = sum(of_round(number) < 1 for number in range(rounds))
+        return Comparison(
+            variant=variant,
+            ratio=over_base(single),
+            rounds=rounds,
+            won=won,
+            p=sum(math.comb(rounds, k) for k in range(won, rounds + 1)) / 2**rounds,
+            fresh=fresh,
+            by_workload=single,
+        )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pagegen_autotune.load import Load
 from pagegen_autotune.representatives import Representatives
-from pagegen_autotune.simulation import BLOCK_TOKENS, Server, Simulation
+from pagegen_autotune.simulation import Server, Simulation
 from pagegen_autotune.snapshots import Snapshots
 from pagegen_autotune.trace import Trace
 
@@ -39,15 +39,17 @@ def figures(
     snapshots: Snapshots,
     chosen: Representatives,
     settings: Mapping[str, Any],
+    prefix_block_tokens: int | None,
 ) -> dict[str, Any]:
     """Everything a profile says of where it came from; `settings` are the choices the caller made."""
+    steps = snapshots.weighted()
     decode_contexts = [
         (context, share)
-        for batch, share in snapshots.weighted()
+        for (batch, _), share in steps
         for context, query in zip(batch.context_lens, batch.query_lens, strict=True)
         if query == 1
     ]
-    sizes = [(batch.num_seqs, share) for batch, share in snapshots.weighted()]
+    sizes = [(batch.num_seqs, share) for (batch, _), share in steps]
     return {
         "requests": len(trace),
         "bad_rows": trace.bad_rows,
@@ -57,7 +59,8 @@ def figures(
         "sequences_a_step": percentiles(*zip(*sizes, strict=True)),
         "arrivals": arrivals(trace),
         "prefix_reuse_share": _round(trace.reuse_share),
-        "server": {**asdict(server), "block_tokens": BLOCK_TOKENS},
+        "sharing": None if prefix_block_tokens is None else sharing(snapshots, chosen, simulation, prefix_block_tokens),
+        "server": asdict(server),
         "simulation": {
             **settings,
             "rate_scale": _round(load.rate_scale),
@@ -69,15 +72,31 @@ def figures(
             "simulated_s": _round(simulation.now_s),
             "steps": snapshots.steps,
             "decode_step_share": _round(snapshots.decode_share),
-            "prefix_reuse": False,
+            "prefix_reuse": prefix_block_tokens is not None,
         },
         "coverage": {
             "snapshots": len(snapshots.decode) + len(snapshots.mixed),
             "batches": len(chosen.workloads),
             "mean_distance_doublings": _round(chosen.mean_distance),
+            "p95_distance_doublings": _round(chosen.p95_distance),
             "mean_context_error": _round(chosen.mean_context_error),
             "context_bias": _round(chosen.context_bias),
         },
+    }
+
+
+def sharing(
+    snapshots: Snapshots, chosen: Representatives, simulation: Simulation, prefix_block_tokens: int
+) -> dict[str, Any]:
+    """What the prefix cache did: the share of prompt tokens that it had, the share of a step's context tokens that
+    another sequence has too (mean over steps), and how many those are in each of the profile's batches."""
+    counters = simulation.scheduler.counters
+    shares = [share * min(1.0, one.shared_tokens / one.load.total_context) for one, share in snapshots.weighted()]
+    return {
+        "prefix_block_tokens": prefix_block_tokens,
+        "hit_share": _round(counters.hit_tokens / max(1, counters.prompt_tokens)),
+        "shared_context_share": _round(sum(shares)),
+        "batches_shared_tokens": list(chosen.shared_tokens),
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ REFERENCE_LIMIT_BYTES = GIB
 # of 1 a long context averages its values to nothing, and any tolerance passes.
 QUERY_SPREAD = 3.0
 GARBAGE_BLOCK = 2**31 - 1
+# 0.2 ms at 20 GB/s: short beside a sample, long beside the start of a few threads.
+GAUGE_BYTES = 4 << 20
 
 
 def block_table(workload: Workload, layout: CacheLayout, blocks: Tensor) -> Tensor:
@@ -89,6 +92,32 @@ class CheckBatch:
     call: AttentionCall
     expected: Tensor
     expected_lse: Tensor
+    _untouched: dict[str, Tensor] = field(init=False, repr=False)  # the memory of what a kernel may only read
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_untouched", {name: bytes_.clone() for name, bytes_ in self._operands().items()})
+
+    def put_back(self) -> tuple[str, ...]:
+        """The operands that were written since the batch was made, which hold again what they held: the next candidate
+        is checked on the same batch."""
+        written = []
+        for name, now in self._operands().items():
+            if not torch.equal(now, self._untouched[name]):
+                now.copy_(self._untouched[name])
+                written.append(name)
+        return tuple(written)
+
+    def _operands(self) -> dict[str, Tensor]:
+        """All bytes of the memory behind each operand: strides of 0, gaps and NaN are no matter then."""
+        given = {name: getattr(self.call, name) for name in AttentionCall.__slots__ if name not in ("out", "lse")}
+        given |= {f"captures[{i}]": tensor for i, tensor in enumerate(self.call.captures)}
+        tensors = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
+        memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in reversed(tensors.items())}
+        return {
+            name: torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            for name, tensor in tensors.items()
+            if memory[tensor.untyped_storage().data_ptr()] == name  # v_cache may be columns of k_cache
+        }
 
 
 def check_workloads(spec: AttentionSpec, layout: CacheLayout) -> tuple[Workload, Workload]:
@@ -170,6 +199,7 @@ class Pool:
         # a cache too large for the pool to overflow keeps part of it from call to call
         self.regime = "cold" if self.bytes >= 2 * cache_bytes else "warm"
         self.tokens = max(1, self.bytes // spec.kv_bytes_per_token)
+        self._gauged = 0
         self._keys = self._fill(spec.head_dim)
         self._values = None if spec.shared_kv else self._fill(spec.v_head_dim)
 
@@ -196,6 +226,20 @@ class Pool:
             stored.factors(spec, num_blocks, layout, self._generator),
         )  # fmt: skip
         return [first, *(self._elsewhere(first, workload, layout, places, i * needed) for i in range(1, count))]
+
+    def read_gb_s(self) -> float:
+        """The rate of reading the next GAUGE_BYTES of the keys front to back on all threads."""
+        from pagegen.targets import cpu_probes
+
+        memory = self._keys.view(torch.uint8)
+        size = min(GAUGE_BYTES, memory.numel() // 64 * 64)
+        if self._gauged + size > memory.numel():
+            self._gauged = 0
+        part = memory[self._gauged : self._gauged + size]
+        self._gauged += size
+        start = time.perf_counter_ns()
+        cpu_probes.read(part)
+        return size / max(1, time.perf_counter_ns() - start)
 
     def _elsewhere(
         self, call: AttentionCall, workload: Workload, layout: CacheLayout, places: Tensor, start: int

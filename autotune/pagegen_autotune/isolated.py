@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pagegen import targets
+from pagegen import settings, targets
 from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Status, Target, Variant, Workload
 from pagegen_autotune import known
 from pagegen_autotune.measure import Bench, CandidateFailed, KernelBench, Verdict
@@ -99,6 +99,14 @@ class IsolatedBench:
                 self._replace_if_sticky()
             raise
 
+    def gauge(self) -> float | None:
+        """What memory gives just now, in GB/s; None where it does not change, or the worker was lost."""
+        try:
+            reading = self._ask("gauge", (), self._sample_limit_s)
+        except (CandidateFailed, WorkerLost):
+            return None
+        return None if reading is None else float(reading)
+
     def facts(self, layout: CacheLayout, variant: Variant, *, decode: bool) -> CompileFacts | None:
         """What the compiler made of a variant, found in this process: nothing of it runs."""
         spec, target, *_ = self._made_by[1]
@@ -126,6 +134,7 @@ class IsolatedBench:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program], pass_fds=[its.fileno()], stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, "OMP_WAIT_POLICY": settings.omp_wait_policy()},
             )  # fmt: skip
         self._connection = Connection(ours.detach())
         self._connection.send((*self._made_by, torch.get_num_threads()))

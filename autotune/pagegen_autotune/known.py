@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import pagegen
@@ -83,13 +83,17 @@ def _form(decode: bool) -> str:
 
 
 def predictions(
-    spec: AttentionSpec, layout: CacheLayout, variant: Variant, device: Device, loads: list[Workload], code_hash: str
-) -> Iterator[Prediction]:
-    """What the cost model expects of a variant on each of some batches; nothing on a device of unknown rates."""
+    spec: AttentionSpec, layout: CacheLayout, variant: Variant, device: Device, loads: list[Workload], code_hash: str,
+    *, facts: Mapping[tuple[Variant, str], CompileFacts] | None = None, fit: costs.Fit | None = None,
+) -> Iterator[Prediction]:  # fmt: skip
+    """What the cost model expects of a variant on each of some batches, by what a compiler told of its forms and by
+    coefficients fitted to the device, where there are any; nothing on a device of unknown rates."""
     if not device.bandwidth_gb_s > 0:
         return
     for workload in loads:
+        told = None if facts is None else facts.get((variant, _form(workload.is_decode)))
+        predicted_us = costs.predict_us(spec, layout, variant, device, workload, facts=told, fit=fit)
         yield Prediction(
-            spec=spec, layout=layout, device=device, variant=variant, workload=workload, model=MODEL,
-            predicted_us=costs.predict_us(spec, layout, variant, device, workload), code_hash=code_hash,
+            spec=spec, layout=layout, device=device, variant=variant, workload=workload, code_hash=code_hash,
+            predicted_us=predicted_us, model=MODEL if fit is None else f"{MODEL}, fitted",
         )  # fmt: skip

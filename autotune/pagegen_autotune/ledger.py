@@ -23,11 +23,11 @@ from pagegen.spec import (
     Variant,
     Workload,
 )
-from pagegen.spec.result import PURPOSE, SESSION
+from pagegen.spec.result import GAUGE, PURPOSE, SESSION
 from pagegen_autotune.measure import Bench, Verdict
 
 # What else makes times of one device incomparable.
-SAME_ENVIRONMENT = ("threads", "compiler", "driver", "runtime")
+SAME_ENVIRONMENT = ("threads", "compiler", "driver", "runtime", "omp_wait_policy")
 
 
 class Store(Protocol):
@@ -87,11 +87,14 @@ class Ledger:
 
     def succeed(
         self, layout: CacheLayout, variant: Variant, workload: Workload, samples: Sequence[float],
-        *, session: str, purpose: str, max_error: float | None,
+        *, session: str, purpose: str, max_error: float | None, gauge_gb_s: Sequence[float] = (), detail: str = "",
     ) -> None:  # fmt: skip
-        """Stores a successful trial."""
+        """Stores a successful trial. `gauge_gb_s` are the readings beside its samples, none or one for each."""
         tags = {SESSION: session, PURPOSE: purpose}
-        self._record(layout, variant, workload, Verdict(status=Status.OK, max_error=max_error), samples, tags)
+        if gauge_gb_s:
+            tags[GAUGE] = " ".join(f"{reading:.4g}" for reading in gauge_gb_s)
+        verdict = Verdict(status=Status.OK, detail=detail, max_error=max_error)
+        self._record(layout, variant, workload, verdict, samples, tags)
 
     def fail(self, layout: CacheLayout, variant: Variant, workload: Workload, verdict: Verdict) -> None:
         """Stores a failed trial: a result like any other."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagegen_autotune.simulation import BLOCK_TOKENS, Server, Simulation, cache_tokens
+from pagegen_autotune.simulation import Server, Simulation, cache_tokens
 from pagegen_autotune.trace import Trace
 
 # bounds the work on any trace: 2000 to 18500 requests of the traces shipped here make 39 to 168 thousand steps
@@ -33,12 +33,23 @@ class Load:
     capacity_per_s: float | None = None
 
 
-def offered(trace: Trace, server: Server, *, utilisation: float, rate_scale: float | None, seed: int) -> Load:
+def offered(
+    trace: Trace,
+    server: Server,
+    *,
+    utilisation: float,
+    rate_scale: float | None,
+    seed: int,
+    prefix_block_tokens: int | None = None,
+    most: int = MAX_REQUESTS,
+) -> Load:
     """The load that keeps `server` busy to the share `utilisation` of its capacity, or at `rate_scale` if given.
 
     Slower than the trace: requests are drawn at random, as one of several servers behind a random balancer sees them,
-    down to MIN_REQUESTS; the rest, and a load faster than the trace, is done on the clock. Of more than MAX_REQUESTS,
-    WINDOWS stretches of neighbouring requests are taken, evenly spread and set end to end. A trace without arrival
+    down to MIN_REQUESTS; the rest, and a load faster than the trace, is done on the clock. Of more than `most`,
+    WINDOWS stretches of neighbouring requests are taken, evenly spread and set end to end. Where prefixes are shared
+    (`prefix_block_tokens`), no request is left out of a stretch, since the next turn of a conversation shares with the
+    one before; all slowing down is done on the clock. A trace without arrival
     times, or with all at one moment, is a closed loop: requests are admitted as the server has room.
     Raises ValueError where no request fits into the server's memory.
     """
@@ -47,16 +58,17 @@ def offered(trace: Trace, server: Server, *, utilisation: float, rate_scale: flo
     rejected = len(trace) - len(requests)
     n, times = len(requests), requests.arrival_s
     if times is None or requests.duration_s < ONE_MOMENT_S:
-        return Load(trace=requests.take(_windows(np.arange(n)), None), rejected=rejected)
+        return Load(trace=requests.take(_windows(np.arange(n), most), None), rejected=rejected)
     rng = np.random.default_rng(seed)
     capacity = None
     if rate_scale is None:
-        capacity = capacity_per_s(requests, server, rng)
+        capacity = capacity_per_s(requests, server, rng, prefix_block_tokens)
         rate_scale = utilisation * capacity * requests.duration_s / (n - 1)
-    kept_share = min(1.0, max(rate_scale, MIN_REQUESTS / n))
+    kept_share = 1.0 if prefix_block_tokens is not None else min(1.0, max(rate_scale, MIN_REQUESTS / n))
     kept = np.flatnonzero(rng.random(n) < kept_share) if kept_share < 1 else np.arange(n)
-    chosen = _windows(kept)
-    arrivals = _end_to_end(times[chosen], spliced=len(chosen) < len(kept)) * (kept_share / rate_scale)
+    chosen = _windows(kept, most)
+    stretch = most // WINDOWS if len(chosen) < len(kept) else None
+    arrivals = _end_to_end(times[chosen], stretch) * (kept_share / rate_scale)
     return Load(
         trace=requests.take(chosen, arrivals),
         rejected=rejected,
@@ -66,13 +78,20 @@ def offered(trace: Trace, server: Server, *, utilisation: float, rate_scale: flo
     )
 
 
-def capacity_per_s(trace: Trace, server: Server, rng: np.random.Generator) -> float:
-    """Requests a second that the server finishes with the queue never empty, requests drawn at random from the trace.
+def capacity_per_s(
+    trace: Trace, server: Server, rng: np.random.Generator, prefix_block_tokens: int | None = None
+) -> float:
+    """Requests a second that the server finishes with the queue never empty, requests drawn at random from the trace;
+    where prefixes are shared, neighbours in stretches from all of it.
 
     Measured until the queue runs empty; a request then in flight counts by the share of its outputs it has.
     """
-    draws = rng.integers(0, len(trace), size=_CAPACITY_REQUESTS + 8 * server.max_num_seqs)
-    simulation = Simulation(trace.take(draws, None), server)
+    count = _CAPACITY_REQUESTS + 8 * server.max_num_seqs
+    if prefix_block_tokens is None:
+        draws = rng.integers(0, len(trace), size=count)
+    else:
+        draws = _windows(np.arange(len(trace)), count // WINDOWS * WINDOWS)
+    simulation = Simulation(trace.take(draws, None), server, prefix_block_tokens=prefix_block_tokens)
     for _ in simulation.steps():
         if not simulation.scheduler.waiting:
             break
@@ -83,30 +102,29 @@ def capacity_per_s(trace: Trace, server: Server, rng: np.random.Generator) -> fl
 
 def _fitting(trace: Trace, server: Server) -> npt.NDArray[np.intp]:
     needed = cache_tokens(trace.prompt_tokens, trace.output_tokens)
-    fitting = np.flatnonzero(needed <= server.num_blocks * BLOCK_TOKENS)
+    fitting = np.flatnonzero(needed <= server.num_blocks * server.block_tokens)
     if len(fitting) == 0:
         raise ValueError(
             f"kv_tokens must hold at least the trace's smallest request ({needed.min()} tokens in blocks of "
-            f"{BLOCK_TOKENS}), got {server.kv_tokens}"
+            f"{server.block_tokens}), got {server.kv_tokens}"
         )
     return fitting
 
 
-def _windows(requests: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """At most MAX_REQUESTS of these, in WINDOWS stretches of neighbours."""
-    if len(requests) <= MAX_REQUESTS:
+def _windows(requests: npt.NDArray[np.intp], most: int) -> npt.NDArray[np.intp]:
+    """At most `most` of these, in WINDOWS stretches of neighbours."""
+    if len(requests) <= most:
         return requests
-    length = MAX_REQUESTS // WINDOWS
+    length = most // WINDOWS
     starts = np.linspace(0, len(requests) - length, WINDOWS).astype(np.intp)
     stretches: npt.NDArray[np.intp] = requests[(starts[:, None] + np.arange(length)).ravel()]
     return stretches
 
 
-def _end_to_end(times: npt.NDArray[np.float64], *, spliced: bool) -> npt.NDArray[np.float64]:
-    """Times from 0 on; between stretches that were not neighbours the mean gap within stretches."""
+def _end_to_end(times: npt.NDArray[np.float64], stretch: int | None) -> npt.NDArray[np.float64]:
+    """Times from 0 on; between stretches of so many that were not neighbours the mean gap within stretches."""
     gaps = np.diff(times)
-    if spliced:
-        length = MAX_REQUESTS // WINDOWS
-        seams = np.arange(length - 1, len(gaps), length)
+    if stretch is not None:
+        seams = np.arange(stretch - 1, len(gaps), stretch)
         gaps[seams] = np.delete(gaps, seams).mean()
     return np.concatenate([[0.0], np.cumsum(gaps)])

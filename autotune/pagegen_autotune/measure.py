@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 import pagegen
-from pagegen import targets
+from pagegen import settings, targets
 from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Status, Target, Variant, Workload
 from pagegen.targets import cpp_build, gpu_driver
 from pagegen.targets.call import AttentionCall, AttentionKernel
@@ -34,8 +33,6 @@ SAMPLE_US = 500.0
 MAX_CALLS_A_SAMPLE = 16
 MAX_DETAIL = 500
 
-Contender = TypeVar("Contender")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -49,8 +46,9 @@ class Verdict:
 class Bench(Protocol):
     """What compiles, checks and times kernels: the tuner's only contact with them, so that its tests need none.
 
-    `workers` variants are worth checking at once. `sample` returns the microseconds of one call. `facts` tells what the
-    compiler made of a variant, None where it does not say.
+    `workers` variants are worth checking at once. `sample` returns the microseconds of one call, `gauge` what memory
+    gives just then, in GB/s (None where that does not change). `facts` tells what the compiler made of a variant, None
+    where it does not say.
     """
 
     regime: str
@@ -60,6 +58,8 @@ class Bench(Protocol):
     def check(self, layout: CacheLayout, variants: Sequence[Variant]) -> dict[Variant, Verdict]: ...
 
     def sample(self, layout: CacheLayout, variant: Variant, workload: Workload) -> float: ...
+
+    def gauge(self) -> float | None: ...
 
     def facts(self, layout: CacheLayout, variant: Variant, *, decode: bool) -> CompileFacts | None: ...
 
@@ -91,7 +91,7 @@ def classify(error: Exception) -> tuple[Status, str]:
 
 def compare(kernel: AttentionKernel, batch: inputs.CheckBatch, dtype: torch.dtype) -> Verdict:
     """Runs `kernel` on a batch whose answer is known. The output is poisoned: a row left alone shows as NaN. It lies
-    between guards, as the log-sum-exp does: a write outside of them shows too."""
+    between guards, as the log-sum-exp does: a write outside of them, or into an operand, shows too."""
     call = batch.call
     out = Guarded.empty(*call.out.shape, dtype=call.out.dtype, device=call.out.device)
     sums = Guarded.empty(*call.q.shape[:2], dtype=torch.float32, device=call.q.device)
@@ -101,7 +101,10 @@ def compare(kernel: AttentionKernel, batch: inputs.CheckBatch, dtype: torch.dtyp
     poison = something if call.query_start_loc is not None else torch.ones_like(something)
     call.out.zero_().masked_fill_(poison[..., None], math.nan)
     call.lse.fill_(-math.inf).masked_fill_(poison, math.nan)
-    kernel(call)
+    try:
+        kernel(call)
+    finally:
+        written = batch.put_back()  # one that raises may have written before
     got, lse = call.out.float().cpu(), call.lse.cpu()
     difference = (got - batch.expected).abs()
     largest = batch.expected.abs().amax(dim=-1, keepdim=True).clamp_min(1e-3)
@@ -111,6 +114,8 @@ def compare(kernel: AttentionKernel, batch: inputs.CheckBatch, dtype: torch.dtyp
     kind = "decode" if call.query_start_loc is None else "mixed"
     if not (out.intact and sums.intact):
         return Verdict(status=Status.WRONG_RESULT, detail=f"{kind} batch: memory outside of the results was written")
+    if written:
+        return Verdict(status=Status.WRONG_RESULT, detail=f"{kind} batch: {', '.join(written)} was written")
     if not math.isfinite(share):
         detail = f"{kind} batch: a result is NaN or Inf, or a row was not written"
         return Verdict(status=Status.WRONG_RESULT, detail=detail)
@@ -159,6 +164,11 @@ class KernelBench:
         kernel = self._kernel(layout, variant)
         clock = _time_gpu if self._on == "cuda" else _time_cpu
         return self._operands[layout].sample(kernel, variant, clock)
+
+    def gauge(self) -> float | None:
+        """On a CPU the read bandwidth just now, from as much of the pool as takes some 0.2 ms to read, another part
+        each time; None on a GPU, whose memory no other tenant slows."""
+        return None if self._on == "cuda" else self._pool.read_gb_s()
 
     def facts(self, layout: CacheLayout, variant: Variant, *, decode: bool) -> CompileFacts | None:
         """What the compiler made of a variant; see `pagegen_autotune.known`."""
@@ -257,38 +267,5 @@ def environment_of(target: Target) -> dict[str, str]:
         from pagegen.targets import cpu
 
         found["compiler"] = str(cpu.compiler())
+        found["omp_wait_policy"] = settings.omp_wait_policy()
     return found
-
-
-@dataclass
-class Rounds(Generic[Contender]):
-    """Samples by contender, the i-th of each taken in the i-th round, and those that failed on the way."""
-
-    samples: dict[Contender, list[float]] = field(default_factory=dict)
-    failures: dict[Contender, tuple[Status, str]] = field(default_factory=dict)
-
-
-def interleave(
-    contenders: Sequence[Contender],
-    sample: Callable[[Contender], float],
-    into: Rounds[Contender],
-    *,
-    rounds: int,
-    rng: random.Random,
-    more: Callable[[], bool],
-) -> None:
-    """Up to `rounds` rounds over `contenders`, in an order shuffled anew each round, so that neither drift nor what a
-    neighbour leaves in the caches favours one. The first round is always finished; `more` is asked before each
-    other. Whatever happens, `into` holds what was measured until then."""
-    into.samples.update({c: [] for c in contenders})
-    for number in range(rounds):
-        if number and not more():
-            return
-        order = [c for c in contenders if c not in into.failures]
-        rng.shuffle(order)
-        for contender in order:
-            try:
-                into.samples[contender].append(sample(contender))
-            except Exception as error:  # a candidate may fail in any way: its failure is its result
-                into.failures[contender] = classify(error)
-                into.samples[contender].clear()

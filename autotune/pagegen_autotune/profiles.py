@@ -10,6 +10,7 @@ from pagegen import paths
 from pagegen.spec import Profile, check
 from pagegen_autotune.figures import figures
 from pagegen_autotune.load import offered
+from pagegen_autotune.prefix_runs import PrefixRuns, block_tokens
 from pagegen_autotune.representatives import represent
 from pagegen_autotune.simulation import Server, Simulation, Step
 from pagegen_autotune.snapshots import draw
@@ -52,10 +53,17 @@ def import_trace(
     rate_scale: float | None = None,
     batches: int = BATCHES,
     seed: int = 0,
+    prefix_reuse: bool = True,
+    prefix_block_tokens: int | None = None,
 ) -> Profile:
-    """The profile of a trace file, named after it unless `name` is given; see `read_trace` and `distil`."""
+    """The profile of a trace file, named after it unless `name` is given; see `read_trace` and `distil`.
+
+    With `prefix_reuse`, prompts share what the trace's `prefix_hash_ids` say, where it has any; how many tokens an id
+    stands for is `prefix_block_tokens`, or what the lengths of the prompts tell (`prefix_size`).
+    """
+    trace = read_trace(path, skip_bad=skip_bad, keep_prefixes=prefix_reuse)
     return distil(
-        read_trace(path, skip_bad=skip_bad),
+        trace,
         name=name or Path(path).stem,
         server=server or Server(),
         source=source,
@@ -64,7 +72,17 @@ def import_trace(
         rate_scale=rate_scale,
         batches=batches,
         seed=seed,
+        prefix_block_tokens=prefix_size(trace) if prefix_block_tokens is None else prefix_block_tokens,
     )
+
+
+def prefix_size(trace: Trace) -> int | None:
+    """How many tokens each of a trace's prefix ids stands for, as far as the lengths of its prompts tell: see
+    `block_tokens`. None, too, for a trace that kept no ids; then nothing is shared."""
+    runs = trace.prefix_runs
+    if runs is None:
+        return None
+    return block_tokens(runs if isinstance(runs, PrefixRuns) else PrefixRuns.of(runs), trace.prompt_tokens)
 
 
 def distil(
@@ -78,9 +96,12 @@ def distil(
     rate_scale: float | None = None,
     batches: int = BATCHES,
     seed: int = 0,
+    prefix_block_tokens: int | None = None,
     on_finished: Callable[[int, int], object] | None = None,
 ) -> Profile:
     """Simulates `server` under the trace and keeps `batches` steps that stand for all of them.
+
+    With `prefix_block_tokens`, prompts share what the trace's `prefix_runs` say, an id standing for so many tokens.
 
     The arrival rate is scaled so that the server is busy to the share `utilisation`, or by `rate_scale` if given;
     a weight is the share of steps. `on_finished` is told how many requests are finished, of how many. Deterministic
@@ -94,8 +115,13 @@ def distil(
         raise ValueError(f"name must not be empty, got {name!r}")
     check.integer("batches", batches, at_least=2)
     check.integer("seed", seed, at_least=0)
-    load = offered(trace, server, utilisation=utilisation, rate_scale=rate_scale, seed=seed)
-    simulation = Simulation(load.trace, server)
+    if prefix_block_tokens is not None:
+        check.integer("prefix_block_tokens", prefix_block_tokens)
+    load = offered(
+        trace, server, utilisation=utilisation, rate_scale=rate_scale, seed=seed,
+        prefix_block_tokens=prefix_block_tokens,
+    )  # fmt: skip
+    simulation = Simulation(load.trace, server, prefix_block_tokens=prefix_block_tokens)
 
     def watched() -> Iterator[Step]:
         for step in simulation.steps():
@@ -110,7 +136,7 @@ def distil(
         name=name,
         workloads=chosen.workloads,
         weights=chosen.weights,
-        figures=figures(trace, server, load, simulation, snapshots, chosen, scaled_to),
+        figures=figures(trace, server, load, simulation, snapshots, chosen, scaled_to, prefix_block_tokens),
         source=source,
         licence=licence,
     )

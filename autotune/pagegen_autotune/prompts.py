@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 
 from pagegen.cache.sequence import TOKEN_CODE
-from pagegen_autotune.trace_rows import Runs
+from pagegen_autotune.prefix_runs import Runs
 
 _OWN = 2**31  # ids from here on are nobody else's
 

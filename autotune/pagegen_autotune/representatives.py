@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagegen.spec import Workload
-from pagegen_autotune.snapshots import Snapshots
+from pagegen_autotune.snapshots import Snapshot, Snapshots
 
 # of the contexts in a batch; 1.0 is the longest, which decides how a decode is split
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
 # of squared distance a quarter a quantile: the 4 of them, the balance of a step, count as much as its total
 QUANTILE_WEIGHT = 0.5
+# of the queries in a batch: decode rows beside one chunk of a prompt, or many short prompts; 1.0 is the longest
+QUERY_QUANTILES = (0.5, 0.9, 1.0)
 # a kind of step that occurs gets at least so many representatives, so that one kernel is not tuned on one batch
 LEAST_A_KIND = 2
 
@@ -28,16 +30,19 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Representatives:
-    """The chosen batches with their weights (summing to 1), and how far they are from what they stand for.
+    """The chosen batches with their weights (summing to 1) and shared tokens, and how far they are from what they stand
+    for.
 
-    `mean_distance`: doublings from a step to its representative, averaged over steps; `mean_context_error`: the
+    `mean_distance`, `p95_distance`: doublings from a step to its representative, over steps; `mean_context_error`: the
     relative error of the total context tokens, averaged over steps; `context_bias`: (weighted total context of the
     representatives / that of all steps) - 1.
     """
 
     workloads: tuple[Workload, ...]
     weights: tuple[float, ...]
+    shared_tokens: tuple[int, ...]
     mean_distance: float
+    p95_distance: float
     mean_context_error: float
     context_bias: float
 
@@ -49,39 +54,59 @@ def represent(snapshots: Snapshots, count: int) -> Representatives:
     Raises ValueError where `count` is below the number of kinds.
     """
     groups = snapshots.groups()
-    chosen: list[tuple[Workload, float]] = []
+    chosen: list[tuple[Snapshot, float]] = []
     distance = error = 0.0
-    for (loads, share), size in zip(groups, _sizes([share for _, share in groups], count), strict=True):
-        distances = _distances(features(loads))
-        medoids = k_medoids(distances, min(size, len(loads)))
+    all_distances, all_weights = [], []
+    for (kind, share), size in zip(groups, _sizes([share for _, share in groups], count), strict=True):
+        distances = _distances(features(kind))
+        medoids = k_medoids(distances, min(size, len(kind)))
         nearest = np.argmin(distances[:, medoids], axis=1)
-        totals = np.array([load.total_context for load in loads], dtype=np.float64)
-        stands_for = totals[medoids][nearest]
-        distance += share * float(distances[np.arange(len(loads)), medoids[nearest]].mean())
-        error += share * float((np.abs(stands_for - totals) / totals).mean())
+        own = distances[np.arange(len(kind)), medoids[nearest]]
+        totals = np.array([one.load.total_context for one in kind], dtype=np.float64)
+        distance += share * float(own.mean())
+        error += share * float((np.abs(totals[medoids][nearest] - totals) / totals).mean())
+        all_distances.append(own)
+        all_weights.append(np.full(len(kind), share / len(kind)))
         for position, medoid in enumerate(medoids):
             followers = float((nearest == position).mean())
             if followers > 0:  # equal snapshots can leave a medoid without any
-                chosen.append((loads[medoid], share * followers))
-    mean = sum(share * load.total_context for load, share in snapshots.weighted())
+                chosen.append((kind[medoid], share * followers))
+    mean = sum(share * one.load.total_context for one, share in snapshots.weighted())
     return Representatives(
-        workloads=tuple(load for load, _ in chosen),
+        workloads=tuple(one.load for one, _ in chosen),
         weights=tuple(weight for _, weight in chosen),
+        shared_tokens=tuple(one.shared_tokens for one, _ in chosen),
         mean_distance=distance,
+        p95_distance=_quantile(np.concatenate(all_distances), np.concatenate(all_weights), 0.95),
         mean_context_error=error,
-        context_bias=sum(weight * load.total_context for load, weight in chosen) / mean - 1.0,
+        context_bias=sum(weight * one.load.total_context for one, weight in chosen) / mean - 1.0,
     )
 
 
-def features(loads: Sequence[Workload]) -> Floats:
-    """[n, 3 + quantiles + 1]: log2 of sequences, total context, queries, context quantiles and longest query."""
+def features(snapshots: Sequence[Snapshot]) -> Floats:
+    """[n, 11] of log2: sequences, total context, queries; what sharing saves; quantiles of contexts and of queries."""
     rows = []
-    for load in loads:
+    for load, shared_tokens in snapshots:
         spread = np.quantile(np.array(load.context_lens), QUANTILES)
+        queries = np.quantile(np.array(load.query_lens), QUERY_QUANTILES)
         main = np.log2([load.num_seqs, load.total_context, load.total_q])
-        rest = np.log2([*spread, load.max_query_len])
-        rows.append(np.concatenate([main, QUANTILE_WEIGHT * rest]))
+        rest = np.log2([*spread, *np.maximum(queries, 1.0)])
+        rows.append(np.concatenate([main, [_sharing(load, shared_tokens)], QUANTILE_WEIGHT * rest]))
     return np.array(rows)
+
+
+def _sharing(load: Workload, shared_tokens: int) -> float:
+    """Doublings of the tokens that a step would read if each shared one were read once. A sequence that waits in the
+    cache may share as well, so that there can be more shared tokens than a batch has."""
+    total = load.total_context
+    return float(np.log2(total / max(total - shared_tokens, load.max_context_len)))
+
+
+def _quantile(values: Floats, weights: Floats, share: float) -> float:
+    """The smallest value that the share of the weight does not exceed."""
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(reached, share * reached[-1] * (1 - 1e-12))])
 
 
 def k_medoids(distances: Floats, count: int) -> npt.NDArray[np.intp]:

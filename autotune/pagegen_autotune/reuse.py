@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 # 1 Mi ids remembered: about 80 MB as a Python set
 REMEMBERED_IDS = 2**20
@@ -31,13 +33,9 @@ class PrefixReuse:
         total = hits = 0
         for first, last in runs:
             total += last - first + 1
-            for block in range(first, last + 1):
-                if self._shift and not self._follows(block):
-                    continue
-                if block in self._seen:
-                    hits += 1
-                else:
-                    self._seen.add(block)
+            followed = self._followed(first, last)
+            hits += len(self._seen.intersection(followed))
+            self._seen.update(followed)
         self._prompt_tokens += prompt_tokens
         if total:
             self._any_ids = True
@@ -50,6 +48,16 @@ class PrefixReuse:
     def share(self) -> float | None:
         """Reused prompt tokens / prompt tokens, None where no request named a block."""
         return min(1.0, self._reused_tokens / self._prompt_tokens) if self._any_ids else None
+
+    def _followed(self, first: int, last: int) -> Sequence[int]:
+        """The ids of a run that are followed."""
+        if not self._shift:
+            return range(first, last + 1)
+        if last - first < 16:
+            return [block for block in range(first, last + 1) if self._follows(block)]
+        ids = np.arange(last - first + 1, dtype=np.uint64) + np.uint64(first)
+        followed: list[int] = ids[ids * np.uint64(_GOLDEN) >> np.uint64(64 - self._shift) == 0].tolist()
+        return followed
 
     def _follows(self, block: int) -> bool:
         return (block * _GOLDEN & _MASK) >> (64 - self._shift) == 0

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from pagegen import targets
 from pagegen.spec import AttentionSpec, Profile, Target, Variant, Workload, check
 from pagegen_autotune.evidence import Evidence
+from pagegen_autotune.job import default_variants
 from pagegen_autotune.known import FORMS
 from pagegen_autotune.ledger import same_environment
 from pagegen_autotune.measure import Bench, environment_of
 from pagegen_autotune.report import Report
-from pagegen_autotune.tuner import TuneError, default_variants, is_present, tune
+from pagegen_autotune.tuner import TuneError, is_present, tune
 
 if TYPE_CHECKING:
     from pagegen.db import Database

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 from pagegen.spec import Variant
 from pagegen_autotune.space import Space, resources
+from pagegen_autotune.surrogate import Surrogate, relative
 
 Scores = Mapping[Variant, float]
 Search = Generator[list[Variant], Scores, None]
@@ -20,6 +21,18 @@ Strategy = Callable[[Space], Search]
 STEP_GAIN = 0.99
 # The neighbourhood of the start, then twice around the best so far: bounds what following noise may cost.
 MAX_STEPS = 3
+# Guided: spaces up to so many variants are measured whole; of larger ones a share, and no more than MOST. Most leave
+# after two rounds on one batch, so that their trials are a smaller share of all.
+SMALL, SHARE, MOST = 24, 0.12, 64
+# Seeds and the model's favourites that join the start's neighbours in the first batch; the size of each batch after it.
+SEEDS, FAVOURITES, BATCH = 4, 4, 6
+STEPS = 4
+# Batches in a row without a gain that end the search.
+PATIENCE = 3
+# Variants that the cost model is asked about beside the neighbours: it answers a thousand or two a second.
+POOL = 160
+# A variant is worth a trial for what it may be, not for what is expected of it.
+DOUBT = 1.0
 
 
 def exhaustive(space: Space) -> Search:
@@ -47,6 +60,38 @@ def coordinate(space: Space) -> Search:
         here = _ranked([*gains, *together], scores)[0]
 
 
+def guided(space: Space) -> Search:
+    """The start's neighbourhood with what the cost model and similar devices' winners name; then, batch by batch, what
+    a model of the trials so far holds for promising, until some in a row bring no gain or none is expected."""
+    points = [v for v in space.points() if v != space.start]
+    if len(points) <= SMALL:
+        yield points
+        return
+    prior = None if space.prior is None else relative(space.prior, space.start)
+    around = space.neighbours(space.start)
+    pool = list(dict.fromkeys([*space.seeds, *around, *points[:: -(-len(points) // POOL)]]))
+    favourites = [] if prior is None else sorted(pool, key=lambda v: (prior(v), resources(v), v.name))[:FAVOURITES]
+    batch = list(dict.fromkeys([*space.seeds[:SEEDS], *around, *favourites]))
+    limit = max(len(batch) + BATCH, min(MOST, round(SHARE * len(points))))
+    scores: dict[Variant, float] = {space.start: 1.0}
+    tried = {space.start}
+    best, idle = 1.0, 0
+    while batch and idle < PATIENCE:
+        tried.update(batch)
+        told = yield batch
+        scores |= {v: told[v] for v in batch if v in told}  # and no others: a resumed run takes the same steps
+        here = _ranked(list(scores), scores)[0]
+        around = [*space.lines(here), *space.neighbours(here)]
+        pool = list(dict.fromkeys([*pool, *around]))
+        hoped = Surrogate(scores, prior).optimistic([v for v in pool if v not in tried], DOUBT)
+        gained, best = scores[here] < best * STEP_GAIN, min(best, scores[here])
+        idle = 0 if gained else idle + 1
+        promising = [v for v in _ranked(list(hoped), hoped) if gained or hoped[v] < best * STEP_GAIN]
+        # most of them a change of one field of the best so far: what three fields do together is not in the model
+        steps = [v for v in promising if v in around][:STEPS]
+        batch = list(dict.fromkeys([*steps, *promising]))[: min(BATCH, limit - len(tried) + 1)]
+
+
 def given(variants: Sequence[Variant]) -> Search:
     """These variants, in one batch: nothing is searched."""
     if variants:
@@ -58,4 +103,4 @@ def _ranked(variants: list[Variant], scores: Scores) -> list[Variant]:
     return sorted((v for v in variants if v in scores), key=lambda v: (scores[v], resources(v), v.name))
 
 
-STRATEGIES: dict[str, Strategy] = {"coordinate": coordinate, "exhaustive": exhaustive}
+STRATEGIES: dict[str, Strategy] = {"guided": guided, "coordinate": coordinate, "exhaustive": exhaustive}

@@ -1,108 +1,93 @@
-"""A measured run: the default everywhere first, then a search in each cell with fresh samples for its winner, and at
-the end rounds over all layouts, so that their step times compare."""
+"""A measured run: the default everywhere first, then a search in each cell with fresh samples for what it found, and
+at the end rounds over all layouts, so that their step times compare, and the default once more, for drift."""
 
 from __future__ import annotations
 
 import functools
 import math
-import random
-import uuid
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from tqdm import tqdm
-
-from pagegen.spec import CacheLayout, Status, Variant, Workload
-from pagegen.spec.result import BASELINE, COMPARE, CONFIRM, SEARCH
-from pagegen_autotune.evidence import Evidence, Loads
+from pagegen import costs
+from pagegen.spec import Variant, Workload
+from pagegen.spec.result import AFTER, BASELINE, COMPARE, CONFIRM, SEARCH
+from pagegen_autotune.cells import Cell, Contender
+from pagegen_autotune.evidence import Evidence
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.ledger import Ledger
-from pagegen_autotune.measure import Bench, Rounds, Verdict, interleave
+from pagegen_autotune.measure import Bench
+from pagegen_autotune.objective import Objective
+from pagegen_autotune.partition import divisions
 from pagegen_autotune.portfolio import best, leader
+from pagegen_autotune.progress import Progress
 from pagegen_autotune.search import Strategy
-from pagegen_autotune.space import Space
+from pagegen_autotune.trials import BaselineFailed, Trials
 
 ROUNDS = 7
-# Five rounds make a median; a trial with fewer is measured again by the next run.
+# Five rounds make a median; a trial with fewer is measured again by the next run, unless it was eliminated.
 ENOUGH_ROUNDS = 5
-CONFIRM_ROUNDS = 9
-# Of a budget: the defaults' extra rounds, and what is kept for comparing layouts; of a cell's share: the search, and
-# within it what compiling may take.
-BASELINE_SHARE, COMPARE_SHARE, SEARCH_SHARE, COMPILE_SHARE = 0.2, 0.1, 0.75, 0.6
-
-
-class BaselineFailed(Exception):
-    """The default variant failed, so that there is nothing to compare with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One search: a layout and a class of batches ("decode", "mixed" or "all"). `loads` are the class's workloads with
-    their weights."""
-
-    layout: CacheLayout
-    batches: str
-    space: Space
-    loads: Loads
-
-    @property
-    def default(self) -> Variant:
-        return self.space.start
-
-    @property
-    def name(self) -> str:
-        """For people: "block size 16 NHD, decode"."""
-        return f"block size {self.layout.block_size} {self.layout.order}, {self.batches}"
-
-
-Contender = tuple[Cell, Variant]
+CONFIRM_ROUNDS, AFTER_ROUNDS = 9, 3
+# A variant that takes over 5 % longer than the best on the heaviest batch, and on the one that differs most from it
+# among those with a twentieth of the time or more, is not measured on the class's others; one that takes over 25 %
+# longer not even on the second.
+REACH, FAR, PROBE_SHARE = 0.05, 0.25, 0.05
+# Of a budget: when measuring ends, since storing and a last call take time; the defaults' extra rounds; what is kept
+# for comparing layouts. Of a cell's share: the search, and within it what compiling may take.
+END, BASELINE_SHARE, COMPARE_SHARE, SEARCH_SHARE, COMPILE_SHARE = 0.95, 0.2, 0.1, 0.75, 0.6
+SEARCH_TRIALS = 0.85  # of a cell's trials: the search; the rest confirms
+EQUAL_SHARE = 0.5  # of a share: what goes to all cells alike, since compiling takes as long whatever their calls take
 
 
 class Session:
-    """One run over `cells`. `left_out` collects, in words, what the budget or a failure kept from being measured."""
+    """One run over `cells`. `left_out` says what the budget or a failure kept from being measured. `max_trials` bounds
+    the trials beside the defaults' first rounds; `reach`: how far behind the best a variant may be and stay."""
 
     def __init__(
         self, cells: Sequence[Cell], ledger: Ledger, bench: Bench, strategy: Strategy, *,
         clock: Callable[[], float], budget_s: float | None, stop: StopSignal, progress: bool, seed: int,
+        objective: Objective, max_trials: int | None = None, reach: float = REACH,
     ) -> None:  # fmt: skip
         self.cells = cells
         self.left_out: list[str] = []
         self._ledger = ledger
-        self._bench = bench
         self._strategy = strategy
+        self._objective = objective
         self._clock = clock
         self._start = clock()
-        self._budget_s = math.inf if budget_s is None else budget_s
-        self._stop = stop
-        self._rng = random.Random(seed)
+        self._budget_s = math.inf if budget_s is None else END * budget_s
+        self._max_trials = math.inf if max_trials is None else max_trials
+        self._reach = reach
         self._evidence: dict[Cell, Evidence] = {}
-        self._verdicts: dict[tuple[CacheLayout, Variant], Verdict] = {}
-        self._expected = 0
-        # dynamic_ncols: a fixed width wraps in a narrow terminal; the bar counts trials (a variant on a workload)
-        self._bar: tqdm[Any] = tqdm(total=0, unit="trial", dynamic_ncols=True, disable=not progress)
+        self._searched: set[Cell] = set()
+        self._line = Progress(progress, lambda: self._start + self._budget_s - clock(), clock)
+        self._trials = Trials(ledger, bench, clock=clock, stop=stop, progress=self._line, seed=seed)
 
     def run(self, finished: Callable[[Cell], None]) -> None:
         """Measures until done, out of budget or stopped (KeyboardInterrupt); `finished` is called when a cell's
         decision or its figures have changed."""
         try:
             sound = [cell for cell in self.cells if self._guarded(cell, self._baseline)]
+            self._max_trials += self._ledger.added.total()
             for number, cell in enumerate(sound):
                 until = self._clock() + self._share(sound[number:])
-                self._guarded(cell, functools.partial(self._search, until=until))
+                few = (self._max_trials - self._ledger.added.total()) / len(sound[number:])
+                trials = self._ledger.added.total() + few
+                self._guarded(cell, functools.partial(self._search, until=until, trials=trials))
                 finished(cell)
             self._compare_layouts(sound)
             for cell in sound:
+                self._guarded(cell, self._again)
                 finished(cell)
         finally:
-            self._bar.close()
+            self._line.close()
 
     def evidence(self, cell: Cell) -> Evidence:
         """The trials of the cell's layout, for comparison with the cell's default."""
         trials = self._ledger.trials(cell.layout)
         known = self._evidence.get(cell)
         if known is None or known.count != len(trials):
-            known = self._evidence[cell] = Evidence(trials, cell.default)
+            known = self._evidence[cell] = Evidence(trials, cell.default, self._objective)
         return known
 
     def _guarded(self, cell: Cell, step: Callable[[Cell], None]) -> bool:
@@ -116,17 +101,21 @@ class Session:
     # --- time ---------------------------------------------------------------------------------------------------
 
     def _share(self, cells: Sequence[Cell]) -> float:
-        """Seconds for the first of `cells`: of what is left, its part by weight times cost, layouts alike."""
+        """Seconds for the first of `cells`: its part of what is left, half by weight times cost, layouts alike."""
         left = self._start + (1 - COMPARE_SHARE) * self._budget_s - self._clock()
         if math.isinf(left):
             return left
         cost = {c: sum(weight * self.evidence(c).cost_us(w) for w, weight in c.loads) for c in self.cells}
-        parts = [cost[c] / sum(cost[d] for d in self.cells if d.layout == c.layout) for c in cells]
+        beside = {c: [d for d in self.cells if d.layout == c.layout] for c in cells}
+        parts = [
+            EQUAL_SHARE / len(beside[c]) + (1 - EQUAL_SHARE) * cost[c] / sum(cost[d] for d in beside[c]) for c in cells
+        ]
         return max(0.0, left) * parts[0] / sum(parts)
 
-    def _fits(self, cell: Cell, workload: Workload, calls: int, until: float) -> bool:
-        """Whether one round of so many calls is likely to end in time."""
-        return self._clock() + calls * self.evidence(cell).cost_us(workload) / 1e6 < until
+    def _fits(self, cell: Cell, workload: Workload, calls: int, until: float, trials: float) -> bool:
+        """Whether one round of so many calls is likely to end in time, and the trials are as many as are left."""
+        in_time = self._clock() + calls * self.evidence(cell).cost_us(workload) / 1e6 < until
+        return in_time and self._ledger.added.total() + calls <= trials
 
     # --- the parts of a run -------------------------------------------------------------------------------------
 
@@ -135,152 +124,180 @@ class Session:
         missing = [w for w, _ in cell.loads if self.evidence(cell).default_us(w) is None]
         if not missing:
             return
-        self._bar.set_description(cell.name)
-        self._require(cell)
-        self._expect(len(missing))
+        self._line.at(cell.name)
+        self._trials.require(cell)
+        self._line.expect(len(missing))
         until = self._start + BASELINE_SHARE * self._budget_s
         for workload in missing:
-            self._rounds([(cell, cell.default)], workload, BASELINE, ENOUGH_ROUNDS, until)
+            self._trials.rounds([(cell, cell.default)], workload, BASELINE, ENOUGH_ROUNDS, until)
 
-    def _search(self, cell: Cell, *, until: float) -> None:
-        self._bar.set_description(cell.name)
+    def _search(self, cell: Cell, *, until: float, trials: float) -> None:
+        self._line.at(cell.name)
         search_until = self._clock() + SEARCH_SHARE * (until - self._clock())
+        added = self._ledger.added.total()
+        search_trials = added + SEARCH_TRIALS * (trials - added)
+        earlier = self.cells[: self.cells.index(cell)]
+        won = [best(self.evidence(c), c.loads) for c in earlier if c.batches == cell.batches]
+        cell.space.seed(winner.variant for winner in won if winner)  # block sizes have much in common
         search = self._strategy(cell.space)
-        batch = next(search)
-        while self._measure(cell, batch, search_until):
-            scores = {c.variant: c.ratio for c in self.evidence(cell).comparisons(cell.loads, fresh=False)}
-            self._bar.set_postfix_str(f"best {min([1.0, *scores.values()]):.2f} of the default's time")
+        batch = next(search, [])
+        while batch and self._measure(cell, batch, search_until, search_trials):
+            scores = self.evidence(cell).scores(cell.loads)
+            self._line.best(min([1.0, *scores.values()]), self._roofline_share(cell))
             try:
                 batch = search.send(scores)
             except StopIteration:
                 break
-        self._confirm(cell, until)
+        self._confirm(cell, until, trials)
+        self._divide(cell, until, trials)
 
-    def _measure(self, cell: Cell, batch: Sequence[Variant], until: float) -> bool:
-        """One batch on every workload; False when time ran out before its end."""
-        known_bad = self._ledger.failed(cell.layout)
-        todo = {v: len(self._pending(cell, v)) for v in batch if v not in known_bad and self._pending(cell, v)}
+    def _measure(self, cell: Cell, batch: Sequence[Variant], until: float, trials: float) -> bool:
+        """One batch on every workload; False when time or trials ran out before its end."""
+        todo = self._pending(cell, batch)
         if not todo:
             return True
-        self._expect(sum(todo.values()))
+        self._line.expect(sum(map(len, todo.values())))
         now = self._clock()
-        ready, complete = self._compile(cell, list(todo), now + COMPILE_SHARE * (until - now))
-        self._expect(-sum(trials for v, trials in todo.items() if v not in ready))
-        for number, (workload, _) in enumerate(cell.loads):
-            failed = self._ledger.failed(cell.layout)
-            pending = [v for v in ready if v not in failed and workload in self._pending(cell, v)]
-            if pending and not self._fits(cell, workload, 1 + len(pending), until):
+        ready = self._trials.compile(cell, list(todo), now + COMPILE_SHARE * (until - now))
+        late = sum(not self._trials.was_checked(cell, v) for v in todo)
+        if late:
+            self.left_out.append(f"{cell.name}: {late} variants not compiled")
+        self._line.expect(-sum(len(loads) for v, loads in todo.items() if v not in ready))
+        for number, workload in enumerate(self._order(cell)):
+            pending = [v for v, loads in self._pending(cell, ready).items() if workload in loads]
+            room = max(1, min(len(pending), int(min(trials, 1e9)) - self._ledger.added.total() - 1))
+            if pending and not self._fits(cell, workload, 1 + room, until, trials):
                 some = f"{len(cell.loads) - number} of {len(cell.loads)} workloads"
                 self.left_out.append(f"{cell.name}: {len(pending)} variants on {some}")
                 return False
+            pending = pending[:room]  # of a budget of trials the rest is spent on the first, which promise most
+            self._line.expect(len(pending) - sum(workload in todo[v] for v in ready))
             if pending:
                 contenders = [(cell, v) for v in (cell.default, *pending)]
-                self._rounds(contenders, workload, SEARCH, ROUNDS, until)
-        return complete
+                best_known = self._best_known(cell, workload)
+                self._searched.add(cell)
+                self._trials.rounds(contenders, workload, SEARCH, ROUNDS, until, best_known=best_known)
+        return not late
 
-    def _pending(self, cell: Cell, variant: Variant) -> list[Workload]:
-        """The workloads on which `variant` still lacks rounds beside the default."""
+    def _pending(self, cell: Cell, variants: Sequence[Variant]) -> dict[Variant, list[Workload]]:
+        """The workloads on which each of `variants` lacks rounds beside the default, for those that lack any: not where
+        it failed, was eliminated, or is too far behind on all so far, the probes included."""
         evidence = self.evidence(cell)
-        return [w for w, _ in cell.loads if len(evidence.pairs(variant, w, fresh=False)) < ENOUGH_ROUNDS]
+        known = evidence.ratios(cell.loads)
+        least = {w: min([1.0, *(ratios[w] for ratios in known.values() if w in ratios)]) for w, _ in cell.loads}
+        first, *others = self._order(cell)
+        found = {}
+        for variant in variants:
+            mine = known.get(variant, {})
+            behind = {w: ratio / least[w] - 1 for w, ratio in mine.items()}
+            probed = all(w in mine for w in (first, *others[:1])) or behind.get(first, 0.0) > FAR
+            far = probed and min(behind.values(), default=0.0) > self._reach
+            loads = [
+                w for w, _ in cell.loads
+                if len(evidence.pairs(variant, w, fresh=False)) < ENOUGH_ROUNDS and not evidence.eliminated(variant, w)
+            ]  # fmt: skip
+            if loads and not far and variant not in evidence.failed:
+                found[variant] = loads
+        return found
 
-    def _confirm(self, cell: Cell, until: float) -> None:
+    def _order(self, cell: Cell) -> list[Workload]:
+        """The cell's workloads, those that take the most time first; but the second is the one that differs most from
+        the first, so that a variant for other batches is not judged by the first alone."""
+        cost = {w: weight * self.evidence(cell).cost_us(w) for w, weight in cell.loads}
+        order = sorted(cost, key=lambda w: -cost[w])
+        least = PROBE_SHARE * sum(cost.values())
+        size = {w: math.log(max(1, w.total_context + w.total_q)) for w in order}
+        other = max(order, key=lambda w: (cost[w] >= least) * abs(size[w] - size[order[0]]))
+        return list(dict.fromkeys([order[0], other, *order]))
+
+    def _best_known(self, cell: Cell, workload: Workload) -> float | None:
+        """The best ratio to the default that enough rounds showed on a workload, None before any did."""
+        evidence = self.evidence(cell)
+        found = [
+            statistics.median(v / d for v, d in pairs)
+            for variant in evidence.variants
+            if len(pairs := evidence.pairs(variant, workload, fresh=False)) >= ENOUGH_ROUNDS
+        ]
+        return min(found, default=None)
+
+    def _confirm(self, cell: Cell, until: float, trials: float) -> None:
         """Fresh samples for the variant that looks best, until the decision rests on such samples."""
         while (found := leader(self.evidence(cell), cell.loads)) is not None:
-            if len(self._checked(cell, [cell.default, found])) < 2:
+            if not self._fresh(cell, [found], [w for w, _ in cell.loads], until, trials):
                 return
-            self._expect(len(cell.loads))
-            for workload, _ in cell.loads:
-                if not self._fits(cell, workload, 2, until):
-                    self.left_out.append(f"{cell.name}: fresh samples to confirm {found.name}")
+
+    def _divide(self, cell: Cell, until: float, trials: float) -> None:
+        """Fresh samples, beside what was chosen, for variants that would serve a part of the batches better."""
+        while cell.batches != "all":
+            winner = best(self.evidence(cell), cell.loads)
+            chosen = winner.variant if winner else cell.default
+            wanted = divisions(self.evidence(cell), cell.loads, chosen)
+            if not wanted:
+                return
+            for variant, part in wanted:
+                if not self._fresh(cell, [chosen, variant], [w for w, _ in part], until, trials):
                     return
-                self._rounds([(cell, cell.default), (cell, found)], workload, CONFIRM, CONFIRM_ROUNDS, until)
+
+    def _fresh(
+        self, cell: Cell, variants: Sequence[Variant], workloads: Sequence[Workload], until: float, trials: float
+    ) -> bool:
+        """Rounds for `variants` beside the default on some workloads; False where one failed or a budget ended."""
+        asked = list(dict.fromkeys([cell.default, *variants]))
+        if len(self._trials.checked(cell, asked)) < len(asked):
+            return False
+        self._line.expect(len(workloads) * (len(asked) - 1))
+        for workload in workloads:
+            if not self._fits(cell, workload, len(asked), until, trials):
+                self.left_out.append(f"{cell.name}: fresh samples to confirm {variants[-1].name}")
+                return False
+            self._trials.rounds([(cell, v) for v in asked], workload, CONFIRM, CONFIRM_ROUNDS, until)
+        self._searched.add(cell)
+        return True
 
     def _compare_layouts(self, cells: Sequence[Cell]) -> None:
         """Rounds over the chosen variants of all layouts: block sizes measured minutes apart do not compare."""
         until = self._start + self._budget_s
-        self._bar.set_description("comparing block sizes")
+        self._line.at("comparing block sizes")
         for workload in dict.fromkeys(w for cell in cells for w, _ in cell.loads):
             finalists = [c for cell in cells if workload in dict(cell.loads) for c in self._finalists(cell)]
             known = [self.evidence(cell).sessions(v, workload, COMPARE) for cell, v in finalists]
             if len({cell.layout for cell, _ in finalists}) < 2 or set.intersection(*known):
                 continue
-            contenders = [(cell, v) for cell, v in finalists if self._checked(cell, [v])]
-            if not contenders or not self._fits(contenders[0][0], workload, len(contenders), until):
+            contenders = [(cell, v) for cell, v in finalists if self._trials.checked(cell, [v])]
+            if not contenders or not self._fits(contenders[0][0], workload, len(contenders), until, math.inf):
                 self.left_out.append("rounds over all block sizes: their step times are of different minutes")
                 return
-            self._expect(len(contenders))
-            self._rounds(contenders, workload, COMPARE, ROUNDS, until)
+            self._line.expect(len(contenders))
+            self._trials.rounds(contenders, workload, COMPARE, ROUNDS, until)
 
     def _finalists(self, cell: Cell) -> list[Contender]:
         """The cell's default and what replaces it, if anything does."""
         winner = best(self.evidence(cell), cell.loads)
         return [(cell, cell.default), (cell, winner.variant)] if winner else [(cell, cell.default)]
 
-    # --- compiling, checking, timing ------------------------------------------------------------------------------
+    def _again(self, cell: Cell) -> None:
+        """The default once more where this run measured others: how much the machine changed meanwhile."""
+        until = self._start + self._budget_s
+        for workload, _ in cell.loads if cell in self._searched else ():
+            if not self._fits(cell, workload, AFTER_ROUNDS, until, math.inf):
+                return
+            self._line.expect(1)
+            self._trials.rounds([(cell, cell.default)], workload, AFTER, AFTER_ROUNDS, until)
 
-    def _compile(self, cell: Cell, variants: Sequence[Variant], until: float) -> tuple[list[Variant], bool]:
-        """Those that pass their check, as many as time allows, and whether it allowed all."""
-        passed: list[Variant] = []
-        self._require(cell)
-        for first in range(0, len(variants), self._bench.workers):
-            if self._clock() >= until:
-                self.left_out.append(f"{cell.name}: {len(variants) - first} variants not compiled")
-                return passed, False
-            passed += self._checked(cell, variants[first : first + self._bench.workers])
-        return passed, True
-
-    def _require(self, cell: Cell) -> None:
-        """The default must pass its check in this process, even where an earlier run stored its failure."""
-        if not self._checked(cell, [cell.default]):
-            raise BaselineFailed(self._verdicts[cell.layout, cell.default].detail)
-
-    def _checked(self, cell: Cell, variants: Iterable[Variant]) -> list[Variant]:
-        """Those of `variants` that pass; the failures are stored."""
-        variants = list(variants)
-        new = [v for v in variants if (cell.layout, v) not in self._verdicts]
-        if new:
-            found = self._bench.check(cell.layout, new)
-            self._stop.check()  # a compiler that Ctrl-C killed has found nothing wrong
-            for variant, verdict in found.items():
-                self._verdicts[cell.layout, variant] = verdict
-                if verdict.status is not Status.OK:
-                    self._ledger.fail(cell.layout, variant, cell.loads[0][0], verdict)
-        return [v for v in variants if self._verdicts[cell.layout, v].status is Status.OK]
-
-    def _rounds(
-        self, contenders: Sequence[Contender], workload: Workload, purpose: str, rounds: int, until: float
-    ) -> None:
-        """Interleaved rounds on one workload, stored whatever ends them. Raises BaselineFailed for a lone cell."""
-        measured: Rounds[Contender] = Rounds()
-
-        def sample(contender: Contender) -> float:
-            self._stop.check()
-            cell, variant = contender
-            return self._bench.sample(cell.layout, variant, workload)
-
-        try:
-            interleave(contenders, sample, measured, rounds=rounds, rng=self._rng, more=lambda: self._clock() < until)
-        finally:
-            # one transaction: a commit for each trial takes tens of milliseconds, as long as measuring it
-            with self._ledger.store.atomic():
-                self._store(workload, measured, purpose)
-        self._bar.update(len(contenders) - (purpose in (SEARCH, CONFIRM)))  # there the default only keeps time
-        for (cell, variant), (_, detail) in measured.failures.items():
-            if variant == cell.default and purpose != COMPARE:
-                raise BaselineFailed(detail)
-
-    def _store(self, workload: Workload, measured: Rounds[Contender], purpose: str) -> None:
-        session = uuid.uuid4().hex
-        for (cell, variant), (status, detail) in measured.failures.items():
-            self._ledger.fail(cell.layout, variant, workload, Verdict(status=status, detail=detail))
-        for (cell, variant), samples in measured.samples.items():
-            if samples:
-                error = self._verdicts[cell.layout, variant].max_error
-                self._ledger.succeed(
-                    cell.layout, variant, workload, samples, session=session, purpose=purpose, max_error=error
-                )
-
-    def _expect(self, trials: int) -> None:
-        self._expected += trials
-        self._bar.total = self._expected
-        self._bar.refresh()
+    def _roofline_share(self, cell: Cell) -> float | None:
+        """How near the best so far is to what memory and arithmetic allow, over the cell's loads; None where the
+        device's rates are not known. On a CPU memory gives what the gauge said, not what it gave at the start."""
+        evidence = self.evidence(cell)
+        device = self._ledger.device
+        readings = evidence.gauge_gb_s
+        if readings:
+            device = replace(device, bandwidth_gb_s=statistics.median(readings))
+        if not device.bandwidth_gb_s > 0:
+            return None
+        known = evidence.ratios(cell.loads)
+        least = ideal = 0.0
+        for workload, weight in cell.loads:
+            ratio = min([1.0, *(ratios[workload] for ratios in known.values() if workload in ratios)])
+            least += weight * ratio * evidence.cost_us(workload)
+            ideal += weight * costs.roofline_us(self._ledger.spec, cell.layout, device, workload)
+        return ideal / least if least else None

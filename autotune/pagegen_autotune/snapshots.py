@@ -6,9 +6,17 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagegen.spec import Workload
 from pagegen_autotune.simulation import Step
+
+
+class Snapshot(NamedTuple):
+    """One step: its batch, and the tokens of the cache's sequences that another one has too."""
+
+    load: Workload
+    shared_tokens: int = 0
 
 
 class Reservoir:
@@ -19,7 +27,7 @@ class Reservoir:
     """
 
     def __init__(self, capacity: int, seed: int) -> None:
-        self.items: list[Workload] = []
+        self.items: list[Snapshot] = []
         self.offered = 0
         self._capacity = capacity
         self._random = random.Random(seed)
@@ -29,11 +37,11 @@ class Reservoir:
     def offer(self, step: Step) -> None:
         """Takes in all the steps of one run."""
         while self._next < self.offered + step.count:
-            self._keep(step.at(self._next - self.offered))
+            self._keep(Snapshot(step.at(self._next - self.offered), step.shared_tokens))
             self._next += 1 + self._skip()
         self.offered += step.count
 
-    def _keep(self, item: Workload) -> None:
+    def _keep(self, item: Snapshot) -> None:
         if len(self.items) < self._capacity:
             self.items.append(item)
         else:
@@ -51,8 +59,8 @@ class Reservoir:
 class Snapshots:
     """Steps drawn uniformly from the decode-only ones and from the others, with how many there were of each."""
 
-    decode: tuple[Workload, ...]
-    mixed: tuple[Workload, ...]
+    decode: tuple[Snapshot, ...]
+    mixed: tuple[Snapshot, ...]
     decode_steps: int
     mixed_steps: int
 
@@ -65,14 +73,14 @@ class Snapshots:
         """The share of decode-only steps."""
         return self.decode_steps / self.steps
 
-    def groups(self) -> tuple[tuple[tuple[Workload, ...], float], ...]:
+    def groups(self) -> tuple[tuple[tuple[Snapshot, ...], float], ...]:
         """Each kind's snapshots and its share of the steps, kinds without a step left out."""
         shares = ((self.decode, self.decode_share), (self.mixed, 1.0 - self.decode_share))
-        return tuple((loads, share) for loads, share in shares if loads)
+        return tuple((snapshots, share) for snapshots, share in shares if snapshots)
 
-    def weighted(self) -> list[tuple[Workload, float]]:
+    def weighted(self) -> list[tuple[Snapshot, float]]:
         """Every snapshot with the share of steps it stands for."""
-        return [(load, share / len(loads)) for loads, share in self.groups() for load in loads]
+        return [(one, share / len(snapshots)) for snapshots, share in self.groups() for one in snapshots]
 
 
 def draw(steps: Iterable[Step], *, capacity: int, seed: int) -> Snapshots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -67,6 +67,8 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
 # Programs a multiprocessor that share all work equally.
 SHARES = (1, 2, 4)
 Legality = Callable[[Variant], Sequence[str]]
+# What a variant is expected to take on the batches it is searched for, in any unit.
+Prior = Callable[[Variant], float]
 
 
 def resources(variant: Variant) -> tuple[int, ...]:
@@ -87,15 +89,27 @@ class Space:
     """The legal variants of one spec and layout on one device, around a start that is always legal.
 
     `legality` gives the reasons why a variant is not legal (none: it is). `rejected` keeps every point that was
-    asked for and refused, with its reasons, under the variant's name.
+    asked for and refused, with its reasons, under the variant's name. `prior` and `seeds` are what is known before
+    anything is measured: what a model expects, and what won on similar devices.
     """
 
-    def __init__(self, start: Variant, legality: Legality, ways: Sequence[dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, start: Variant, legality: Legality, ways: Sequence[dict[str, Any]] | None = None, *,
+        axes: Mapping[str, tuple[Any, ...]] | None = None, prior: Prior | None = None, seeds: Sequence[Variant] = (),
+    ) -> None:  # fmt: skip
         self.start = start
-        self.axes = AXES[start.family]
+        self.axes = AXES[start.family] if axes is None else axes
         self.ways = WAYS[start.family] if ways is None else ways
+        self.prior = prior
+        self.seeds: list[Variant] = []
         self.rejected: dict[str, tuple[str, ...]] = {}
         self._legality = legality
+        self.seed(seeds)
+
+    def seed(self, variants: Iterable[Variant]) -> None:
+        """Puts variants that won elsewhere before the seeds there are, those that are legal here."""
+        found = [v for v in variants if v.family == self.start.family and not self._legality(v)]
+        self.seeds = [v for v in dict.fromkeys([*found, *self.seeds]) if v != self.start]
 
     def grid(self) -> list[Variant]:
         """Every legal variant along the axes, the start first."""
@@ -103,10 +117,19 @@ class Space:
         points = (dict(zip(names, values, strict=True)) for values in itertools.product(*self.axes.values()))
         return self._legal([{}, *points])
 
+    def points(self) -> list[Variant]:
+        """The grid, and the start with each other way to do the work: all that a search chooses from at first."""
+        return list(dict.fromkeys([*self.grid(), *self._legal(self.ways)]))
+
     def neighbours(self, variant: Variant) -> list[Variant]:
         """The legal variants one step along one axis away from `variant`, or another way to do the work."""
         ways = [way for way in self.ways if any(getattr(variant, name) != value for name, value in way.items())]
         return [v for v in self._legal([*self._steps(variant), *ways], base=variant) if v != variant]
+
+    def lines(self, variant: Variant) -> list[Variant]:
+        """The legal variants with another value of one axis, however far."""
+        steps = ({name: value} for name, values in self.axes.items() for value in values)
+        return [v for v in self._legal(steps, base=variant) if v != variant]
 
     def combine(self, base: Variant, moves: Iterable[Variant]) -> list[Variant]:
         """`base` with each move's changes applied, the earlier move winning where two change one field. The
@@ -155,10 +178,13 @@ def _describe(base: Variant, changes: dict[str, Any]) -> str:
     return f"{base.name} with " + ",".join(f"{k}={v}" for k, v in changes.items())
 
 
-def space_around(start: Variant, spec: AttentionSpec, layout: CacheLayout, device: Device) -> Space:
-    """The space that `pagegen.costs.legal` allows on `device`."""
+def space_around(
+    start: Variant, spec: AttentionSpec, layout: CacheLayout, device: Device, *, prior: Prior | None = None,
+    seeds: Sequence[Variant] = (),
+) -> Space:  # fmt: skip
+    """The space that `pagegen.costs.legal` allows on `device`; the rest is the space's own."""
     ways = list(WAYS[start.family])
     if start.family == "triton" and device.target.is_gpu:
         equal = {"num_splits": 1, "split_tokens": 0, "reduce": "kernel"}
         ways += [{"programs": 0}, *({"programs": n * device.units, **equal} for n in SHARES)]
-    return Space(start, lambda variant: costs.legal(spec, layout, variant, device), ways)
+    return Space(start, lambda v: costs.legal(spec, layout, v, device), ways, prior=prior, seeds=seeds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from pagegen_autotune.prefix_runs import PrefixRuns, PrefixRunsBuilder, Runs
 from pagegen_autotune.reuse import PrefixReuse
-from pagegen_autotune.trace_rows import HEADER, MAX_LINE_BYTES, BadRow, Row, Runs, csv_parser, jsonl_row
+from pagegen_autotune.trace_rows import HEADER, MAX_LINE_BYTES, BadRow, Row, csv_parser, jsonl_row
 
 EXAMPLES_KEPT = 5
 _BOM = b"\xef\xbb\xbf"
@@ -42,15 +43,15 @@ class Trace:
     `arrival_s` float64 [n], not negative and not decreasing, or None where the source has no times; `prompt_tokens`
     int64 [n], at least 1; `output_tokens` int64 [n], at least 0. `reuse_share` is the share of prompt tokens that an
     unlimited prefix cache would have served, in the file's order, None without `prefix_hash_ids`. `prefix_runs` are the
-    inclusive runs of those ids, one tuple a request, None unless asked for. `bad_rows` counts the rows left out and
-    `bad_examples` says what was wrong with the first few.
+    inclusive runs of those ids, one tuple a request, None unless asked for or where no request has any. `bad_rows`
+    counts the rows left out and `bad_examples` says what was wrong with the first few.
     """
 
     arrival_s: npt.NDArray[np.float64] | None
     prompt_tokens: npt.NDArray[np.int64]
     output_tokens: npt.NDArray[np.int64]
     reuse_share: float | None = None
-    prefix_runs: tuple[Runs, ...] | None = None
+    prefix_runs: Sequence[Runs] | None = None
     bad_rows: int = 0
     bad_examples: tuple[str, ...] = ()
 
@@ -78,7 +79,9 @@ class Trace:
     def take(self, requests: npt.NDArray[Any], arrival_s: npt.NDArray[np.float64] | None) -> Trace:
         """The requests of these indices, arriving at these times."""
         prompts, outputs = self.prompt_tokens[requests], self.output_tokens[requests]
-        runs = None if self.prefix_runs is None else tuple([self.prefix_runs[i] for i in requests.tolist()])
+        runs = self.prefix_runs
+        if runs is not None:
+            runs = (runs if isinstance(runs, PrefixRuns) else PrefixRuns.of(runs)).take(requests)
         return Trace(arrival_s=arrival_s, prompt_tokens=prompts, output_tokens=outputs, prefix_runs=runs)
 
 
@@ -93,11 +96,11 @@ def read_trace(
 
     Raises OSError where the file cannot be read and TraceError naming the first malformed line; with `skip_bad`
     malformed rows are left out and counted, but a wrong header or a file with no good row still raises.
-    `keep_prefixes` keeps each request's `prefix_hash_ids`, at 100 bytes and more a request; `on_bytes` is told the
+    `keep_prefixes` keeps the requests' `prefix_hash_ids`, at 16 bytes a run and 8 a request; `on_bytes` is told the
     length of every line read.
     """
     path = Path(path)
-    rows = _Rows(runs=[] if keep_prefixes else None)
+    rows = _Rows(runs=PrefixRunsBuilder() if keep_prefixes else None)
     with path.open("rb") as file:
         lines = _lines(file, on_bytes)
         first = next(lines, None)
@@ -159,7 +162,7 @@ class _Rows:
     prompts: array[int] = field(default_factory=lambda: array("i"))
     outputs: array[int] = field(default_factory=lambda: array("i"))
     reuse: PrefixReuse = field(default_factory=PrefixReuse)
-    runs: list[Runs] | None = None
+    runs: PrefixRunsBuilder | None = None
     bad: int = 0
     examples: list[str] = field(default_factory=list)
 
@@ -174,7 +177,7 @@ class _Rows:
         self.outputs.append(row.output_tokens)
         self.reuse.see(row.runs, row.prompt_tokens)
         if self.runs is not None:
-            self.runs.append(row.runs)
+            self.runs.add(row.runs)
 
     def reject(self, reason: str) -> None:
         self.bad += 1
@@ -184,17 +187,18 @@ class _Rows:
     def trace(self) -> Trace:
         arrivals = np.array(self.arrivals, dtype=np.float64)
         prompts, outputs = np.array(self.prompts, dtype=np.int64), np.array(self.outputs, dtype=np.int64)
-        runs = self.runs
+        share = self.reuse.share
+        runs = None if self.runs is None or share is None else self.runs.runs()
         if len(arrivals):
             order = np.argsort(arrivals, kind="stable")
             arrivals, prompts, outputs = arrivals[order], prompts[order], outputs[order]
-            runs = None if runs is None else [runs[i] for i in order.tolist()]
+            runs = None if runs is None else runs.take(order)
         return Trace(
             arrival_s=arrivals if len(arrivals) else None,
             prompt_tokens=prompts,
             output_tokens=outputs,
-            reuse_share=self.reuse.share,
-            prefix_runs=None if runs is None else tuple(runs),
+            reuse_share=share,
+            prefix_runs=runs,
             bad_rows=self.bad,
             bad_examples=tuple(self.examples),
         )

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
-from pagegen import costs, settings, targets
-from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Target, Variant, Workload, check
+from pagegen import costs, targets
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant, check
 from pagegen.spec.layout import USUAL_BLOCK_SIZES
 from pagegen_autotune import known
+from pagegen_autotune.cells import Cell
+from pagegen_autotune.evidence import Evidence
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.isolated import IsolatedBench
+from pagegen_autotune.job import Job, named
 from pagegen_autotune.ledger import Ledger, Store
 from pagegen_autotune.measure import Bench, KernelBench
-from pagegen_autotune.portfolio import Decision, decide, dispatch_rule
-from pagegen_autotune.report import Report, Row, count_reasons
-from pagegen_autotune.search import STRATEGIES, Strategy, given
-from pagegen_autotune.session import Cell, Session
-from pagegen_autotune.space import space_around
+from pagegen_autotune.objective import OBJECTIVES
+from pagegen_autotune.portfolio import Decision, decide
+from pagegen_autotune.report import Report, Row
+from pagegen_autotune.search import STRATEGIES
+from pagegen_autotune.session import REACH, Session
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +46,9 @@ def tune(
     budget_s: float | None = None,
     progress: bool = True,
     orders: Sequence[str] = ("NHD",),
-    strategy: str = "coordinate",
+    strategy: str = "guided",
+    objective: str = "mean",
+    budget_trials: int | None = None,
     bench: Bench | None = None,
     clock: Callable[[], float] = time.monotonic,
     seed: int = 0,
@@ -54,7 +60,9 @@ def tune(
     own (see `pagegen_autotune.isolated`); every trial goes to `db` (a Database, path or URL; default: the default
     database), and trials that are there already are not run again. For a GPU that is not here the cost model ranks and
     the compiler verifies. Either way the dispatch rule of each layout is left in `db`. `budget_s` bounds the seconds;
-    the default variants are measured whatever it is.
+    the default variants are measured whatever it is; `budget_trials` bounds the trials (a variant on a workload)
+    beside theirs. `objective` is what variants are chosen by: the "mean" step time over the profile, its "p99", or
+    "cvar", the mean of its slowest 5 %; each over the batches of a class.
     Ctrl-C and SIGTERM end the run early: the report then says `interrupted`, and the next run goes on from there.
     `bench` and `clock` replace what compiles, checks and times, and what tells the time. `only` names the layouts and
     for each class of batches ("decode", "mixed" or "all") the variants to measure in place of a search.
@@ -63,6 +71,9 @@ def tune(
     when not even a default variant passes its check or an absent GPU cannot be compiled for, and the database's errors.
     """
     where, layouts = _checked_arguments(spec, profile, block_sizes, target, budget_s, orders, strategy)
+    check.one_of("objective", objective, OBJECTIVES)
+    if budget_trials is not None:
+        check.integer("budget_trials", budget_trials)
     if only is not None:
         layouts = [layout for layout in layouts if layout in only]
     with ExitStack() as stack:
@@ -71,13 +82,13 @@ def tune(
         start = clock()
         here = bench is not None or is_present(where)
         device = targets.current_device(where) if here else costs.shipped_device(where)
-        job = _Job(spec, profile, device, store, layouts, strategy, only)
+        job = Job(spec, profile, device, store, layouts, strategy, objective, only)
         store.save_profile(profile)
         if here:
             used = bench or stack.enter_context(_bench(spec, where, device, profile, seed))
-            facts = _measured(job, used, clock, budget_s, stop, progress, seed)
+            facts = _measured(job, used, clock, budget_s, budget_trials, stop, progress, seed)
         else:
-            facts = _predicted(job, clock, budget_s, stop)
+            facts = _predicted(job, clock, budget_s, stop, progress)
         return Report(profile=profile.name, device=device, seconds=clock() - start, **facts)
 
 
@@ -105,104 +116,28 @@ def is_present(target: Target) -> bool:
     return True
 
 
-def default_variants(spec: AttentionSpec, layout: CacheLayout, target: Target) -> dict[str, Variant]:
-    """The classes of batches, the narrower first, and their default variants. Where a row's result must not depend on
-    what it is batched with, one variant serves all."""
-    mixed = targets.default_variant(spec, layout, target, decode=False)
-    if spec.batch_invariant:
-        return {"all": mixed}
-    return {"decode": targets.default_variant(spec, layout, target, decode=True), "mixed": mixed}
-
-
-class _Job:
-    """What both ways of tuning share: the cells, and how their decisions become stored rules."""
-
-    def __init__(
-        self, spec: AttentionSpec, profile: Profile, device: Device, store: Store, layouts: Sequence[CacheLayout],
-        strategy: str, only: Mapping[CacheLayout, Mapping[str, Sequence[Variant]]] | None = None,
-    ) -> None:  # fmt: skip
-        self.spec = spec
-        self.profile = profile
-        self.device = device
-        self.store = store
-        self.strategy: Strategy = STRATEGIES[strategy]
-        self.code_hash = targets.code_hash(device.target)
-        self.cells = [c for layout in layouts for c in self._cells(layout)]
-        self.layouts = layouts
-        if only is not None:
-            named = {cell.space: only[cell.layout].get(cell.batches, ()) for cell in self.cells}
-            self.strategy = lambda space: given(named[space])
-
-    def defaults(self, layout: CacheLayout) -> dict[str, Variant]:
-        """See `default_variants`."""
-        return default_variants(self.spec, layout, self.device.target)
-
-    def _cells(self, layout: CacheLayout) -> list[Cell]:
-        cells = []
-        for batches, start in self.defaults(layout).items():
-            loads: dict[Workload, float] = {}
-            for workload, weight in self.profile:
-                if batches in ("all", "decode" if workload.is_decode else "mixed"):
-                    loads[workload] = loads.get(workload, 0.0) + weight  # a profile may hold one batch twice
-            # heaviest first: what a short budget leaves out must matter least
-            ordered = sorted(loads.items(), key=lambda load: -load[1] * (load[0].total_context + load[0].total_q))
-            if ordered:
-                space = space_around(start, self.spec, layout, self.device)
-                cells.append(Cell(layout=layout, batches=batches, space=space, loads=tuple(ordered)))
-        return cells
-
-    def row(self, layout: CacheLayout, decisions: Sequence[Decision], kind: str, evidence: dict[str, Any]) -> Row:
-        """The rule of `layout` from its decisions, as a row."""
-        verb = "tuned" if kind == "measured" else "predicted, not measured,"
-        rule = dispatch_rule(
-            decisions, self.defaults(layout), kind=kind, source=f"{verb} on {self.profile.name} for {self.device.name}",
-            evidence={"profile": self.profile.name, "device": self.device.name, **evidence},
-        )  # fmt: skip
-        return Row(layout=layout, rule=rule, decisions=tuple(decisions))
-
-    def save(self, row: Row) -> None:
-        self.store.save_portfolio(
-            spec=self.spec, layout=row.layout, device=self.device, profile=self.profile, rule=row.rule,
-            code_hash=self.code_hash,
-        )  # fmt: skip
-
-    def save_known(self, row: Row, facts: Iterable[CompileFacts | None]) -> None:
-        """Stores what is known without a run: what a compiler told, and what the cost model expects of the variants
-        that a row's decisions name, on the profile's batches."""
-        loads = {cell.batches: [load for load, _ in cell.loads] for cell in self.cells if cell.layout == row.layout}
-        told = list(filter(None, facts))
-        expected = [
-            prediction
-            for batches, variant in _named(row)
-            for prediction in known.predictions(
-                self.spec, row.layout, variant, self.device, loads[batches], self.code_hash
-            )
-        ]
-        with self.store.atomic():  # all is at hand: no other writer waits for a compiler
-            for found in told:
-                self.store.record_facts(found)
-            for prediction in expected:
-                self.store.record_prediction(prediction)
-
-    def rejected(self, *others: dict[str, tuple[str, ...]]) -> dict[str, int]:
-        return count_reasons([*(cell.space.rejected for cell in self.cells), *others])
-
-
 def _measured(
-    job: _Job, bench: Bench, clock: Callable[[], float], budget_s: float | None, stop: StopSignal, progress: bool,
-    seed: int,
+    job: Job, bench: Bench, clock: Callable[[], float], budget_s: float | None, budget_trials: int | None,
+    stop: StopSignal, progress: bool, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
     start = clock()
     ledger = Ledger(job.store, job.spec, job.device, job.code_hash, bench)
     session = Session(
-        job.cells, ledger, bench, job.strategy, clock=clock, budget_s=budget_s, stop=stop, progress=progress, seed=seed
-    )
+        job.cells, ledger, bench, job.strategy, clock=clock, budget_s=budget_s, stop=stop, progress=progress, seed=seed,
+        objective=job.objective, max_trials=budget_trials, reach=math.inf if job.whole else REACH,
+    )  # fmt: skip
+
+    @functools.lru_cache(maxsize=len(job.cells))
+    def decide_by(evidence: Evidence, cell: Cell) -> Decision | None:
+        return decide(evidence, cell.loads, cell.batches)
+
+    def decided(cell: Cell) -> Decision | None:
+        return decide_by(session.evidence(cell), cell)  # new trials make another Evidence
 
     def row(layout: CacheLayout) -> Row | None:
         """None where a class has no measured default: its rule would say nothing."""
         cells = [c for c in job.cells if c.layout == layout]
-        decisions = [decide(session.evidence(c), c.loads, c.batches) for c in cells]
-        made = [d for d in decisions if d is not None]
+        made = [d for d in map(decided, cells) if d is not None]
         trials = len(ledger.trials(layout))
         return job.row(layout, made, "measured", {"trials": trials}) if len(made) == len(cells) else None
 
@@ -218,11 +153,14 @@ def _measured(
         interrupted = True
         for layout in job.layouts:
             save(next(c for c in job.cells if c.layout == layout))
+    if not interrupted:
+        job.refit()
     rows = tuple(r for r in map(row, job.layouts) if r is not None)
     for made in () if interrupted else rows:
+        job.save(made)  # with the cost model's coefficients, where there are trials enough
         # a GPU kernel is compiled once more to look at it, about a second each
         late = job.device.target.is_gpu and budget_s is not None and clock() - start > budget_s
-        kernels = [] if late else [(v, decode) for batches, v in _named(made) for decode in known.FORMS[batches]]
+        kernels = [] if late else [(v, decode) for batches, v in named(made) for decode in known.FORMS[batches]]
         job.save_known(made, (bench.facts(made.layout, variant, decode=decode) for variant, decode in kernels))
     if not rows and not interrupted:
         raise TuneError(f"no default variant ran on {job.device.target}: {'; '.join(session.left_out)}")
@@ -233,54 +171,20 @@ def _measured(
         "resumed": ledger.resumed,
         "rejected": job.rejected(),
         "left_out": tuple(session.left_out),
+        "drift": {c.name: drift for c in job.cells if (drift := session.evidence(c).drift(c.loads)) is not None},
         "interrupted": interrupted,
     }
 
 
-def _predicted(job: _Job, clock: Callable[[], float], budget_s: float | None, stop: StopSignal) -> dict[str, Any]:
-    from pagegen_autotune.offline import Prediction
+def _predicted(
+    job: Job, clock: Callable[[], float], budget_s: float | None, stop: StopSignal, progress: bool
+) -> dict[str, Any]:
+    from pagegen_autotune.absent import CannotCompile, predicted
 
-    target = job.device.target
-    if importlib.util.find_spec("triton") is None:
-        raise TuneError(f"compiling for {target} needs triton: pip install pagegen-attention[triton]")
-    if settings.interpreting():
-        raise TuneError(f"compiling for {target} needs TRITON_INTERPRET unset: interpreting, nothing is compiled")
-    deadline = None if budget_s is None else clock() + budget_s
-    prediction = Prediction(job.spec, job.device, job.strategy)
-    rows: list[Row] = []
-    left_out: list[str] = []
-
-    def may_go_on() -> bool:
-        stop.check()
-        return deadline is None or clock() < deadline
-
-    interrupted = False
     try:
-        for layout in job.layouts:
-            decisions = [prediction.decide(c, may_go_on) for c in job.cells if c.layout == layout]
-            row = job.row(layout, decisions, "predicted", {})
-            rows.append(row)
-            stored = job.store.portfolio(job.spec, layout, target, job.code_hash)
-            if stored is not None and stored.evidence.get("kind") == "measured":
-                where = f"block size {layout.block_size} {layout.order}"
-                left_out.append(f"{where}: the measured rule in the database stays")
-            else:
-                job.save(row)
-            job.save_known(row, (facts for facts in prediction.compiled if facts.layout == layout))
-    except KeyboardInterrupt:
-        interrupted = True
-    return {
-        "kind": "predicted",
-        "rows": tuple(rows),
-        "rejected": job.rejected(prediction.rejected),
-        "left_out": tuple(left_out),
-        "interrupted": interrupted,
-    }
-
-
-def _named(row: Row) -> list[tuple[str, Variant]]:
-    """The variants of a row's decisions, with the class of batches of each."""
-    return [(d.batches, variant) for d in row.decisions for variant in dict.fromkeys((d.chosen, d.default))]
+        return predicted(job, clock, budget_s, stop, progress=progress)
+    except CannotCompile as error:
+        raise TuneError(str(error)) from error
 
 
 def _checked_arguments(

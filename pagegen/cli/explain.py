@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from pagegen.cli import options, output
+from pagegen.cli.rejected import rejections
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Status, Target, TritonVariant, Variant, Workload
 from pagegen.spec.shared_prefix import PrefixGroups
 
@@ -33,7 +33,9 @@ PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")
     help="Leading tokens that all sequences have in common; whole blocks of them are shared.",
 )
 @options.target_option
-@click.option("--rejected", is_flag=True, help="Also list what the search space loses to which rule.")
+@click.option(
+    "--rejected", is_flag=True, help="Also list how many variants each rule, compiler and failed trial ruled out."
+)
 @options.url_option
 @output.json_option
 def command(
@@ -75,7 +77,7 @@ def command(
         )
         document |= explanation.ladder_dict()
         if rejected:
-            document["rejected"] = rejections(spec, layout, device)
+            document |= rejections(spec, layout, device, url, decode=queries == 1)
     output.show({"model": model, **document}, as_json, lambda: _text(model, document))
 
 
@@ -201,20 +203,6 @@ def quantities(
     return found
 
 
-def rejections(spec: AttentionSpec, layout: CacheLayout, device: Device) -> list[dict[str, Any]]:
-    """Every reason for which the search space loses variants, with how many and one of them; most first."""
-    from pagegen_autotune.space import space_around
-
-    from pagegen import targets
-
-    start = targets.default_variant(spec, layout, device.target, decode=True)
-    space = space_around(start, spec, layout, device)
-    space.grid()
-    counts: Counter[str] = Counter(reason for reasons in space.rejected.values() for reason in reasons)
-    example = {reason: name for name, reasons in reversed(space.rejected.items()) for reason in reasons}
-    return [{"reason": reason, "variants": count, "example": example[reason]} for reason, count in counts.most_common()]
-
-
 def _text(model: str, document: dict[str, Any]) -> str:
     time, layout = document["evidence"].get("time", "unknown"), document["layout"]
     us, roofline_us, share = document["predicted_us"], document["roofline_us"], document["roofline_share"]
@@ -232,8 +220,12 @@ def _text(model: str, document: dict[str, Any]) -> str:
         output.table(document["quantities"], {"name": "quantity", "value": "value", "expression": "for one sequence"}),
     ]
     if "rejected" in document:
-        columns = {"variants": "variants", "reason": "rejected because", "example": "such as"}
-        lines += ["", output.table(document["rejected"], columns) if document["rejected"] else "no variant is rejected"]
+        columns = {
+            "rule": "rule", "stage": "known by", "variants": "variants", "reason": "rejected because, for one",
+            "example": "which is",
+        }  # fmt: skip
+        lines += ["", f"{document['legal']} of {document['points']} points of the search space are legal"]
+        lines += [output.table(document["rejected"], columns)] if document["rejected"] else []
     return "\n".join(lines)
 
 

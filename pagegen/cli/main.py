@@ -18,6 +18,7 @@ COMMANDS = {
     "profile": "pagegen.cli.profile",
     "query": "pagegen.cli.query",
     "report": "pagegen.cli.report",
+    "simulate": "pagegen.cli.simulate",
     "tune": "pagegen.cli.tune",
 }
 

@@ -13,6 +13,11 @@ from pagegen.spec.layout import ORDERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 url_option = click.option("--db", "url", help="A database file or URL; PAGEGEN_DB or your own by default.")
+# Traffic of a real chat service: what is tuned for where nothing is said.
+profile_option = click.option(
+    "--profile", "profile_name", default="azure-conversation", show_default=True,
+    help="A shipped profile's name or a profile file.",
+)  # fmt: skip
 
 
 def count(*, at_least: int = 1) -> click.IntRange:

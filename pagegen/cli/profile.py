@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 import numpy as np
-from pagegen_autotune.profiles import BATCHES, UTILISATION, distil, load_profile, shipped_profiles
+from pagegen_autotune.profiles import BATCHES, UTILISATION, distil, load_profile, prefix_size, shipped_profiles
 from pagegen_autotune.simulation import BLOCK_TOKENS, Server
 from pagegen_autotune.trace import Trace, TraceError, read_trace
 from tqdm import tqdm
@@ -30,6 +30,10 @@ _BATCH_COLUMNS = {
     "longest": "longest context",
 }
 _LIST_COLUMNS = {"name": "name", "batches": "batches", "requests": "requests", "source": "source", "licence": "licence"}
+_NOT_SHARED = (
+    "the lengths of the prompts do not tell how many tokens a prefix id stands for: nothing was shared; "
+    "name it with --prefix-block-tokens"
+)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -54,10 +58,11 @@ def _server_options(function: _Function) -> _Function:
             click.option("--max-batch-tokens", type=positive, help="Tokens a step: 512, or one a sequence if more."),
             click.option(
                 "--kv-tokens",
-                type=click.IntRange(min=BLOCK_TOKENS),
+                type=positive,
                 default=_SERVER.kv_tokens,
                 help="Tokens that the cache holds.",
             ),
+            click.option("--block-tokens", type=positive, default=BLOCK_TOKENS, help="Tokens a block of the cache."),
             click.option(
                 "--utilisation",
                 type=click.FloatRange(0, 2, min_open=True),
@@ -83,6 +88,13 @@ def _server_options(function: _Function) -> _Function:
 @click.option("--name", help="Name of the profile, by default the trace file's.")
 @click.option("--skip-bad", is_flag=True, help="Leave malformed rows out, and say how many.")
 @_server_options
+@click.option(
+    "--prefix-reuse/--no-prefix-reuse", default=True, help="Let prompts share what their prefix_hash_ids say."
+)
+@click.option(
+    "--prefix-block-tokens", type=click.IntRange(min=1), show_default=False,
+    help="Tokens that one of prefix_hash_ids stands for, where the lengths of the prompts do not tell.",
+)  # fmt: skip
 @click.option("--batches", type=click.IntRange(min=2), default=BATCHES, help="Most batches to keep.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of every random draw.")
 @click.option("--source", default="", show_default=False, help="Where the trace comes from, kept in the profile.")
@@ -96,6 +108,9 @@ def import_(
     max_num_seqs: int,
     max_batch_tokens: int | None,
     kv_tokens: int,
+    block_tokens: int,
+    prefix_reuse: bool,
+    prefix_block_tokens: int | None,
     as_json: bool,
     **choices: Any,
 ) -> None:
@@ -107,22 +122,30 @@ def import_(
     if max_batch_tokens is None:
         max_batch_tokens = max(_SERVER.max_batch_tokens, max_num_seqs)
     try:
-        server = Server(max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, kv_tokens=kv_tokens)
+        server = Server(
+            max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, kv_tokens=kv_tokens,
+            block_tokens=block_tokens,
+        )  # fmt: skip
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if not target.parent.is_dir() or target.is_dir():
         raise output.Failure(f"{target} cannot be written: name a file in a folder that exists with -o")
     if target.exists() and target.samefile(trace):
         raise click.UsageError(f"-o must name another file than the trace, got {target} for both")
-    requests = _read(trace, skip_bad)
-    profile = _distil(trace, requests, server, name=name or trace.stem, **choices)
+    requests = _read(trace, skip_bad, keep_prefixes=prefix_reuse)
+    size = prefix_size(requests) if prefix_block_tokens is None else prefix_block_tokens
+    reuse = None if requests.prefix_runs is None else size
+    profile = _distil(trace, requests, server, name=name or trace.stem, prefix_block_tokens=reuse, **choices)
     try:
         profile.save(target)
     except OSError as error:
         raise output.Failure(f"{target} cannot be written ({error.strerror}): name another file with -o") from error
     bad = {"bad_rows": requests.bad_rows, "bad_examples": list(requests.bad_examples)}
     document = {**_summary(profile), "file": str(target), **bad, "figures": profile.figures}
-    output.show(document, as_json, lambda: f"{_skipped(requests)}{_text(profile)}\n\nwritten to {target}")
+    if requests.prefix_runs is not None and reuse is None:
+        document["hint"] = _NOT_SHARED
+    hint = f"{document['hint']}\n" if "hint" in document else ""
+    output.show(document, as_json, lambda: f"{_skipped(requests)}{_text(profile)}\n\n{hint}written to {target}")
 
 
 @command.command("list")
@@ -150,10 +173,10 @@ def _bar(desc: str, unit: str, total: int | None = None) -> Any:
     return tqdm(desc=desc, unit=unit, total=total, unit_scale=True, file=sys.stderr, leave=False, disable=None)
 
 
-def _read(path: Path, skip_bad: bool) -> Trace:
+def _read(path: Path, skip_bad: bool, *, keep_prefixes: bool) -> Trace:
     try:
         with _bar("reading", "B", path.stat().st_size) as bar:
-            return read_trace(path, skip_bad=skip_bad, on_bytes=bar.update)
+            return read_trace(path, skip_bad=skip_bad, keep_prefixes=keep_prefixes, on_bytes=bar.update)
     except TraceError as error:
         hint = "" if skip_bad else "; --skip-bad leaves malformed rows out"
         raise output.Failure(f"{error}{hint}") from error

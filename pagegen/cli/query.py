@@ -48,7 +48,7 @@ def profile_of(name: str) -> Profile:
 
 @click.command()
 @options.model_options
-@click.option("--profile", "profile_name", required=True, help="A shipped profile's name or a profile file.")
+@options.profile_option
 @options.target_option
 @click.option("--memory", type=SizeType(), help="Memory for the cache (40GiB): how many sequences it admits.")
 @click.option(
@@ -110,6 +110,8 @@ def _hint(rows: list[BlockSizeRow], model: str, profile: str, target: Target) ->
         return None
     command_line = f"pagegen tune --model {model} --profile {profile} --target {target}"
     if all(row.measured_share + row.scaled_share == 0 for row in rows):
+        if any(row.reason.startswith("predicted, not measured") for row in rows):  # it was run, without that GPU
+            return f"nothing was measured: all times are predictions until {command_line} has run where that GPU is"
         return f"nothing was measured: all times are predictions; run {command_line}"
     if all(row.measured_share + row.scaled_share > 1 - 1e-9 for row in rows):
         return "memory cuts some batches of the profile: their measured times are scaled by the cost model"

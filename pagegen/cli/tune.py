@@ -50,7 +50,7 @@ class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
 
 @click.command()
 @options.model_options
-@click.option("--profile", "profile_name", required=True, help="A shipped profile's name or a profile file.")
+@options.profile_option
 @options.target_option
 @click.option("--block-sizes", type=SizesType(), default=_USUAL, show_default=True, help="By commas.")
 @click.option(
@@ -58,9 +58,15 @@ class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
     help="Memory order inside a block; may be given twice.",
 )  # fmt: skip
 @click.option("--budget", type=DurationType(), help="Time to spend (90s, 5m, 1h); as long as it takes by default.")
+@click.option("--trials", type=click.IntRange(min=1), help="The most trials (a variant on a batch) to spend.")
 @click.option(
-    "--strategy", type=click.Choice(["coordinate", "exhaustive"]), default="coordinate", show_default=True,
-    help="Search around the default variant, or measure every legal one.",
+    "--objective", type=click.Choice(["mean", "p99", "cvar"]), default="mean", show_default=True,
+    help="Choose by the expected step time, its 99th percentile, or the mean of its slowest 5 %.",
+)  # fmt: skip
+@click.option(
+    "--strategy", type=click.Choice(["guided", "coordinate", "exhaustive"]), default="guided", show_default=True,
+    help="Search where a model of the trials so far expects gains, around the default variant, or measure every legal "
+    "variant.",
 )  # fmt: skip
 @click.option(
     "--revalidate", is_flag=True,
@@ -79,6 +85,8 @@ def command(
     block_sizes: tuple[int, ...],
     orders: tuple[str, ...],
     budget: float | None,
+    trials: int | None,
+    objective: str,
     strategy: str,
     revalidate: bool,
     top: int,
@@ -108,7 +116,7 @@ def command(
             else:
                 report = tune(
                     spec, profile, block_sizes=block_sizes, target=target, db=url, budget_s=budget, orders=orders,
-                    strategy=strategy,
+                    strategy=strategy, objective=objective, budget_trials=trials,
                 )  # fmt: skip
         except TuneError as error:
             raise output.Failure(str(error)) from error

@@ -2,7 +2,9 @@
 
 from pagegen.costs.candidates import candidates
 from pagegen.costs.devices import shipped_device
-from pagegen.costs.model import flops, kv_bytes, predict_us, reduce_us, roofline_us
+from pagegen.costs.fitted import MAX_FACTOR, Fit
+from pagegen.costs.model import flops, kv_bytes, parts, predict_us, reduce_us, roofline_us
+from pagegen.costs.parts import Parts
 from pagegen.costs.rules import legal
 from pagegen.costs.steps import (
     dense_us,
@@ -17,6 +19,9 @@ from pagegen.costs.steps import (
 )
 
 __all__ = [
+    "MAX_FACTOR",
+    "Fit",
+    "Parts",
     "candidates",
     "dense_us",
     "flops",
@@ -24,6 +29,7 @@ __all__ = [
     "kv_bytes",
     "legal",
     "merge_us",
+    "parts",
     "predict_us",
     "prefix_workloads",
     "reduce_us",

@@ -8,16 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagegen.costs.model import (
-    CPU_CALL_US,
-    LAUNCH_US,
-    MATRIX_EFFICIENCY,
-    MEMORY_EFFICIENCY,
-    bytes_per_us,
-    flops,
-    flops_per_us,
-    kv_bytes,
-)
+from pagegen.costs.cpu import CPU_CALL_US
+from pagegen.costs.gpu import LAUNCH_US
+from pagegen.costs.model import flops, kv_bytes
+from pagegen.costs.rates import CACHE_GAIN, MATRIX_EFFICIENCY, MEMORY_EFFICIENCY, bytes_per_us, flops_per_us
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Workload
 from pagegen.spec.shared_prefix import PrefixGroups
 
@@ -37,9 +31,6 @@ MERGE_LAUNCHES = 10
 MERGE_ELEMENT_BYTES = 30
 # A torch operator on the CPU: dispatch, allocation and a loop over few elements.
 CPU_LAUNCH_US = 4.0
-# How much faster than memory the last-level cache gives what it holds: 26 against 10.5 GB/s a thread for decode (Zen 4,
-# measured); L2 against HBM on A100 and H100 is 2 to 3 in published microbenchmarks.
-CACHE_GAIN = 2.5
 
 
 def _pass_us(device: Device, num_bytes: float, launches: int, *, own_kernel: bool = False) -> float:

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import sympy
 from numpy.typing import NDArray
-from sympy import Eq, Ge, Le, Max, Min, Piecewise, Sum, ceiling, floor
+from sympy import Eq, Ge, Le, Max, Min, Piecewise, Rational, Sum, ceiling, floor
 from sympy.printing.numpy import NumPyPrinter
 
-from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant, bytes_per_element
-from pagegen.spec.variant import pieces
-from pagegen.spec.workload import Workload
+from pagegen.costs.binding import bind_device as bind_device
+from pagegen.costs.binding import bind_spec as bind_spec
+from pagegen.costs.binding import bind_variant as bind_variant
+from pagegen.costs.binding import bind_workload as bind_workload
 
 
 def _symbols(names: str) -> Any:
@@ -35,16 +36,21 @@ head_dim, v_head_dim, padded_head_dim, padded_v_head_dim, split_head_dim, split_
     "head_dim v_head_dim padded_head_dim padded_v_head_dim split_head_dim split_v_head_dim"
 )
 window, causal, shared_values, batch_invariant = _symbols("window causal shared_values batch_invariant")
+uses_bfloat16 = _symbols("uses_bfloat16")  # 0 or 1: q or the cache
 query_element_bytes, kv_element_bytes = sympy.symbols("query_element_bytes kv_element_bytes", positive=True)
 kv_token_bytes = _symbols("kv_token_bytes")  # K and V of one token, all heads, scales included
 block_size = _symbols("block_size")
 # variant
 tile_rows, tile_kv, num_splits, num_warps, num_stages = _symbols("tile_rows tile_kv num_splits num_warps num_stages")
 split_tokens, programs, splits_head = _symbols("split_tokens programs splits_head")  # the last: 0 or 1
+is_fma, descriptors, tile_in_page, reduces_last = _symbols("is_fma descriptors tile_in_page reduces_last")  # 0 or 1
 # device
 shared_limit_bytes, warp_size, max_threads = _symbols("shared_limit_bytes warp_size max_threads")
+register_limit, unit_registers = _symbols("register_limit unit_registers")  # of a thread, of a multiprocessor
+# what a compiler made of a kernel
+spills, taken_registers, taken_shared_bytes = _symbols("spills taken_registers taken_shared_bytes")
+programs_per_unit = _symbols("programs_per_unit")
 is_amd, has_wgmma, capability = _symbols("is_amd has_wgmma capability")  # 0 or 1; the last 90 for sm_90, 0 on AMD
-
 
 # intermediate quantities, defined below in DEFINITIONS
 pairs, mean_keys, query_tiles, tile_pairs, parts = _symbols("pairs mean_keys query_tiles tile_pairs parts")
@@ -114,11 +120,35 @@ PASSING_COLUMNS = Piecewise(
     (head_columns, (has_wgmma > 0) & Ge(tile_rows, 64)),
     (head_columns + tile_kv, True),
 )
-SHARED_BYTES = (
-    tile_pairs * tile_kv * (head_columns + (1 - shared_values) * v_columns) * kv_element_bytes
-    + tile_rows * PASSING_COLUMNS * query_element_bytes
-)
+TILE_BYTES = tile_kv * (head_columns + (1 - shared_values) * v_columns) * kv_element_bytes
+SHARED_BYTES = tile_pairs * TILE_BYTES + tile_rows * PASSING_COLUMNS * query_element_bytes
 STAGES_IN_FLIGHT = Max(1, num_stages - 1)
+# A thread's share of the accumulator, of the scores with what they become, and of q at two values a register; beside
+# them addresses, block ids and softmax state take 40-60 in what Triton 3.7 compiled for sm_80 and sm_90. Without a
+# pipeline both tiles pass through registers, though not whole at once.
+THREADS = num_warps * warp_size
+REGISTERS = 40 + ceiling(
+    tile_rows * (v_columns + Rational(5, 4) * tile_kv + head_columns / 2) / THREADS
+    + Piecewise((Rational(3, 4) * TILE_BYTES / (4 * THREADS), Eq(num_stages, 1)), (0, True))
+)
+# What a warp issues in one turn of the main loop: its scores are scaled, masked and exponentiated, its accumulators
+# rescaled, its share of the tiles is copied (16 bytes an instruction, with an address each) and multiplied (one
+# instruction for 16 x 8 x 16). 0.67 to 1.28 of what Triton 3.7 made of 34 variants for sm_90.
+SCORES_A_THREAD = tile_rows * tile_kv / THREADS
+COPIES_A_THREAD = TILE_BYTES / (16 * THREADS)
+PRODUCTS = tile_rows * tile_kv * (head_columns + v_columns)
+MATRIX_INSTRUCTIONS = PRODUCTS / (16 * 8 * 16 * num_warps)
+INSTRUCTIONS = (
+    60
+    + 12 * SCORES_A_THREAD
+    + 2 * tile_rows * v_columns / THREADS
+    + 12 * COPIES_A_THREAD
+    + Piecewise(
+        (Rational(3, 2) * PRODUCTS / THREADS, is_fma > 0),  # each summed over the threads that share it
+        (MATRIX_INSTRUCTIONS / 16, (has_wgmma > 0) & Ge(tile_rows, 64)),
+        (MATRIX_INSTRUCTIONS, True),
+    )
+)
 
 # --- the C++ kernel -------------------------------------------------------------------------------------
 # A sequence of at most 64 rows divides its keys; one with more divides its rows, down to 32 an item.
@@ -167,6 +197,8 @@ TRITON_EXPRESSIONS: Mapping[str, Any] = {
     "partial_bytes": PARTIAL_BYTES,
     "tile_pairs": TILE_PAIRS,
     "shared_bytes": SHARED_BYTES,
+    "registers": REGISTERS,
+    "instructions": INSTRUCTIONS,
 }
 CPP_EXPRESSIONS: Mapping[str, Any] = {"mean_keys": MEAN_KEYS, "items": ITEMS, "executed_flops": CPU_FLOPS}
 
@@ -186,6 +218,15 @@ class _Printer(NumPyPrinter):  # type: ignore[misc]
 
     def _print_Max(self, expr: Any) -> str:
         return self._nested("maximum", expr.args)
+
+    def _print_Piecewise(self, expr: Any) -> str:
+        """Nested numpy.where: numpy.select, which sympy prints, took most of a prediction's time. Every piecewise
+        expression here ends with a case that always holds."""
+        *cases, (last, _) = expr.args
+        text = str(self._print(last))
+        for value, condition in reversed(cases):
+            text = f"where({self._print(condition)}, {self._print(value)}, {text})"
+        return text
 
 
 _LAMBDIFY = threading.Lock()  # sympy fills its tables of names at the first call, and others find them half full
@@ -220,63 +261,3 @@ def total(expression: Any, values: Mapping[str, Any]) -> float:
     """The sum of an expression over the sequences of the workload bound in `values`."""
     shape = np.shape(values["context"])
     return float(np.broadcast_to(evaluate(expression, values), shape).sum())
-
-
-def bind_spec(spec: AttentionSpec, layout: CacheLayout) -> dict[str, Any]:
-    """Values for the symbols of a spec and a layout, but for `window`: see `bind_workload`."""
-    return {
-        "num_q_heads": spec.num_q_heads,
-        "num_kv_heads": spec.num_kv_heads,
-        "group": spec.group,
-        "head_dim": spec.head_dim,
-        "v_head_dim": spec.v_head_dim,
-        "padded_head_dim": sum(pieces(spec.head_dim, "padded")),
-        "padded_v_head_dim": sum(pieces(spec.v_head_dim, "padded")),
-        "split_head_dim": sum(pieces(spec.head_dim, "split")),
-        "split_v_head_dim": sum(pieces(spec.v_head_dim, "split")),
-        "causal": int(spec.causal),
-        "shared_values": int(spec.shared_kv),
-        "batch_invariant": int(spec.batch_invariant),
-        "query_element_bytes": spec.q_dtype.itemsize,
-        "kv_element_bytes": float(bytes_per_element(spec.kv_dtype)),
-        "kv_token_bytes": spec.kv_bytes_per_token,
-        "block_size": layout.block_size,
-    }
-
-
-def bind_variant(variant: Variant) -> dict[str, Any]:
-    """Values for the symbols of a variant."""
-    names: tuple[str, ...]
-    if isinstance(variant, TritonVariant):
-        names = ("tile_rows", "tile_kv", "num_splits", "split_tokens", "programs", "num_warps", "num_stages")
-    elif isinstance(variant, CppVariant):
-        names = ("tile_kv", "num_splits", "split_tokens")
-    else:
-        raise TypeError(f"variant must be a TritonVariant or a CppVariant, got {type(variant).__name__}")
-    splits_head = isinstance(variant, TritonVariant) and variant.head_pieces == "split"
-    return {**{name: getattr(variant, name) for name in names}, "splits_head": int(splits_head)}
-
-
-def bind_device(device: Device) -> dict[str, Any]:
-    """Values for the symbols of a device."""
-    return {
-        "shared_limit_bytes": int(device.shared_memory_kib * 1024),
-        "warp_size": device.target.warp_size,
-        "is_amd": int(device.target.kind == "hip"),
-        "capability": device.target.capability if device.target.kind == "cuda" else 0,
-        # consumer Blackwell (sm_120) has neither wgmma nor tcgen05
-        "has_wgmma": int(device.target.kind == "cuda" and 90 <= device.target.capability < 120),
-        # 1024 threads a program on every CUDA and HIP arch; the table's figure is per multiprocessor
-        "max_threads": min(1024, device.max_threads_per_unit or 1024),
-    }
-
-
-def bind_workload(spec: AttentionSpec, workload: Workload) -> dict[str, Any]:
-    """Values for the symbols of a workload, arrays with one entry a sequence, and for `window`: beyond every key
-    where the layer has none, and never further, so that float64 holds every sum exactly."""
-    beyond = workload.max_context_len + workload.max_query_len + 1
-    return {
-        "context": np.asarray(workload.context_lens, dtype=np.float64),
-        "queries": np.asarray(workload.query_lens, dtype=np.float64),
-        "window": float(min(spec.window or beyond, beyond)),
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +25,10 @@ OBJECTIVES = ("throughput", "latency")
 TIE = 0.02
 
 
+# What a model expects one call of a variant on a batch to take, in microseconds.
+Expected = Callable[[Variant, Workload], float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockSizeRow:
     """One block size under a profile.
@@ -38,6 +42,7 @@ class BlockSizeRow:
     `measured_share` is the share of the profile's weight whose time was measured as it is, `scaled_share` that whose
     measured time was scaled by the cost model, since memory cuts the batch; the rest is the model's alone. `kind` is
     "measured" when all was measured as it is, else "predicted". `variants` names what serves, in order of first use.
+    `workload_us` are the times of the profile's workloads one by one, each whole, whatever the memory admits.
     """
 
     block_size: int
@@ -55,17 +60,20 @@ class BlockSizeRow:
     device: str
     variants: tuple[str, ...]
     reason: str
+    workload_us: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready fields."""
-        return {**asdict(self), "variants": list(self.variants)}
+        return {**asdict(self), "variants": list(self.variants), "workload_us": list(self.workload_us)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """One workload of the profile as it runs: `us` a layer for `tokens` decoded tokens."""
+    """One workload of the profile as it runs: `us` a layer for `tokens` decoded tokens; `whole_us` before memory cut
+    it."""
 
     us: float
+    whole_us: float
     tokens: float
     weight: float
     origin: str  # "measured", "scaled" or "predicted"
@@ -81,22 +89,29 @@ def row(
     *,
     memory_bytes: int | None = None,
     num_layers: int = 1,
+    expected: Expected | None = None,
 ) -> BlockSizeRow:
     """What one layout gives on `device` with the variants of `rule`. `medians` are this layout's measured times on that
-    device; where a workload has none for the variant that serves it, the cost model answers and the row says so.
+    device; where a workload has none for the variant that serves it, the cost model answers (`expected`, where more
+    than the plain model is known) and the row says so.
 
     Raises ValueError where the cost model is needed and knows no rate of the device.
     """
     check.integer("num_layers", num_layers)
     if memory_bytes is not None:
         check.integer("memory_bytes", memory_bytes)
+    if expected is None:
+
+        def expected(variant: Variant, workload: Workload) -> float:
+            return costs.predict_us(spec, layout, variant, device, workload)
+
     admitted = None if memory_bytes is None else _admitted(spec, layout, profile, memory_bytes, num_layers)
     used: dict[str, None] = {}
     steps = []
     for workload, weight in profile:
         variant = rule.choose(workload.num_seqs, workload.max_query_len, workload.max_context_len)
         used.setdefault(variant.name)
-        steps.append(_step(spec, layout, device, variant, workload, weight, medians, admitted))
+        steps.append(_step(expected, variant, workload, weight, medians, admitted))
     step_us = sum(step.weight * step.us for step in steps)
     tokens = sum(step.weight * step.tokens for step in steps)
     shares = {o: math.fsum(step.weight for step in steps if step.origin == o) for o in ("measured", "scaled")}
@@ -117,6 +132,7 @@ def row(
         device=device.name,
         variants=tuple(used),
         reason=rule.reason,
+        workload_us=tuple(step.whole_us for step in steps),
     )
 
 
@@ -147,9 +163,7 @@ def ranked(rows: Iterable[BlockSizeRow], objective: str) -> list[BlockSizeRow]:
 
 
 def _step(
-    spec: AttentionSpec,
-    layout: CacheLayout,
-    device: Device,
+    expected: Expected,
     variant: Variant,
     workload: Workload,
     weight: float,
@@ -160,16 +174,16 @@ def _step(
     origin = "predicted" if us is None else "measured"
     tokens = float(sum(n > 0 for n in workload.query_lens))
     if us is None:
-        us = costs.predict_us(spec, layout, variant, device, workload)
+        us = expected(variant, workload)
+    whole_us = us
     if admitted is not None and admitted < workload.num_seqs:
         if admitted == 0:
-            return _Step(us=0.0, tokens=0.0, weight=weight, origin=origin)
+            return _Step(us=0.0, whole_us=us, tokens=0.0, weight=weight, origin=origin)
         part = _cut(workload, admitted)
-        whole_us = costs.predict_us(spec, layout, variant, device, workload)
-        us *= costs.predict_us(spec, layout, variant, device, part) / whole_us
+        us *= expected(variant, part) / expected(variant, workload)
         tokens = float(sum(n > 0 for n in part.query_lens))
         origin = "scaled" if origin == "measured" else origin
-    return _Step(us=us, tokens=tokens, weight=weight, origin=origin)
+    return _Step(us=us, whole_us=whole_us, tokens=tokens, weight=weight, origin=origin)
 
 
 def _cut(workload: Workload, sequences: int) -> Workload:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagegen.spec import AttentionSpec, Device
-from pagegen.spec.result import PURPOSE, SESSION
+from pagegen.spec.result import GAUGE, PURPOSE, SESSION
 
 VERSION = 1
 # The question that a trial answers: version 1 left the environment out.
@@ -24,7 +24,7 @@ RATES = ("bandwidth_gb_s", "matrix_tflops")
 _CLOCKS = ("core_clock_mhz", "memory_clock_mhz", "power_limit_w")
 DEVICE_FLOATS = (*RATES, *_CLOCKS, "memory_gib", "last_level_cache_mib", "shared_memory_kib")
 # What marks a tuner's trial; all else in an environment may change its time.
-_TAGS = (SESSION, PURPOSE)
+_TAGS = (SESSION, PURPOSE, GAUGE)
 # What makers add to one product's name in one place and not in another.
 _DECORATION = re.compile(r"\((?:r|tm|c)\)|\b(?:nvidia|amd|intel|corporation|inc)\b[.,]?|[\s_-]+")
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from pagegen.db.database import Database
 
 VALID, REVALIDATE, INVALID = "valid", "revalidate", "invalid"
-# The parts of an environment whose change calls for measuring again.
-TOOLCHAIN = ("compiler", "triton", "driver", "runtime", "threads")
+# The parts of an environment whose change calls for measuring again; pagegen itself too, since of what makes a kernel
+# the templates alone have a hash, and not the generator, the compiler's flags and the launch.
+TOOLCHAIN = ("pagegen", "compiler", "triton", "driver", "runtime", "threads")
 
 
 @dataclass(frozen=True, kw_only=True)

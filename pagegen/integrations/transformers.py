@@ -114,7 +114,7 @@ def enable(
     Raises ImportError for a transformers that is missing or not supported, and ValueError naming the layer and
     the feature of a model that paged attention cannot express.
     """
-    _check_version()
+    check_version()
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -162,7 +162,8 @@ def _pass_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
     return args, {**kwargs, NAME: cache}
 
 
-def _check_version() -> None:
+def check_version() -> None:
+    """Raises ImportError for a transformers that is missing or not supported."""
     lowest, limit = (".".join(map(str, bound)) for bound in SUPPORTED)
     try:
         import transformers

@@ -88,7 +88,7 @@ def paged_attention(
         "variant": variant.name if isinstance(variant, Variant) else variant,
     }
     # each argument given costs the dispatcher 0.25 us, the default or not
-    options = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name)}
+    options = {n: value for n, value in options.items() if value is not None and value is not _DEFAULTS.get(n)}
     if score_mod is not None or mask_mod is not None:
         options.update(_modifiers(score_mod, mask_mod))
     if out is None:

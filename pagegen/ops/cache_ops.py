@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagegen.ops import cache_checks, checks, operands, plans
+from pagegen import settings
+from pagegen.ops import cache_checks, checks, gradients, operands, plans
 from pagegen.ops.schemas import LIBRARY
 from pagegen.spec.dtypes import INTEGER_RANGES
 from pagegen.targets.cache_call import Rotation, WriteCall
 
 # A zero point beyond 2^16 levels would itself be rounded by more than 1/256 of a level in float32.
 _FARTHEST_ZERO = 2.0**16
+# What the checks of a write look at, of calls that passed them -> what the caches hold; no tensor is kept.
+_PASSED: dict[tuple[Any, ...], torch.dtype] = {}
+_MOST_PASSED = 4096  # of 2 KiB each; then they are forgotten
 
 
 def write_kv(
@@ -30,7 +34,8 @@ def write_kv(
     kv_dtype: str | None = None,
 ) -> None:
     """`torch.ops.pagegen.write_kv`; see `pagegen.write_kv`."""
-    stored = cache_checks.write(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
+    gradients.refuse(k=k, v=v)
+    stored = _checked(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
     scales = _scales(k_cache, v_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
     _write(WriteCall(k, v, k_cache, v_cache, slot_mapping, stored, rotation=None, **scales))
 
@@ -54,13 +59,38 @@ def rope_write_kv(
     kv_dtype: str | None = None,
 ) -> Tensor:
     """`torch.ops.pagegen.rope_write_kv`; see `pagegen.rope_write_kv`."""
-    stored = cache_checks.write(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
+    gradients.refuse(q=q, k=k, v=v)
+    stored = _checked(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
     cache_checks.rope(q, k, positions, cos, sin)
     scales = _scales(k_cache, v_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
     rotated = q.new_empty(q.shape)
     rotation = Rotation(q, rotated, positions, cos, sin, interleaved)
     _write(WriteCall(k, v, k_cache, v_cache, slot_mapping, stored, **scales, rotation=rotation))
     return rotated
+
+
+def _checked(
+    k: Tensor, v: Tensor | None, k_cache: Tensor, v_cache: Tensor | None, slots: Tensor, kv_dtype: str | None
+) -> torch.dtype:
+    """What `cache_checks.write` says, which takes 12 us, looked up for what passed it already: it looks at no address
+    but how far V lies from K, and at values only when asked to."""
+    seen: tuple[Any, ...] = (
+        k.shape, k.stride(), k.dtype, k.device, k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device,
+        slots.shape, slots.stride(), slots.dtype, slots.device, kv_dtype,
+    )  # fmt: skip
+    if v is not None and v_cache is not None:
+        apart = v_cache.data_ptr() - k_cache.data_ptr()
+        seen += (v.shape, v.stride(), v.dtype, v.device, v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device)
+        seen += (apart,)
+    elif v is not None or v_cache is not None:
+        seen += (None,)
+    stored = _PASSED.get(seen)
+    if stored is None or settings.check_values():
+        stored = cache_checks.write(k, v, k_cache, v_cache, slots, kv_dtype)
+        if len(_PASSED) >= _MOST_PASSED:
+            _PASSED.clear()
+        _PASSED[seen] = stored
+    return stored
 
 
 def _scales(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagegen.ops import gradients
 from pagegen.ops.schemas import LIBRARY
 from pagegen.reference import value_width
 
@@ -28,11 +29,13 @@ def _attention(
     return_lse: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
+    gradients.refuse(q=q, k_cache=k_cache, v_cache=v_cache)
     width = value_width(v_cache, v_head_dim, kv_dtype)
     return q.new_empty((*q.shape[:2], width)), _lse(q, return_lse)
 
 
 def _attention_out(q: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> Tensor:
+    gradients.refuse(q=q)
     return _lse(q, return_lse)
 
 
@@ -44,8 +47,13 @@ def _merge_list(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor,
     return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
 
 
-def _like_q(q: Tensor, *_: Any, **__: Any) -> Tensor:
+def _rotated(q: Tensor, k: Tensor, v: Tensor | None, *_: Any, **__: Any) -> Tensor:
+    gradients.refuse(q=q, k=k, v=v)
     return q.new_empty(q.shape)
+
+
+def _write(k: Tensor, v: Tensor | None, *_: Any, **__: Any) -> None:
+    gradients.refuse(k=k, v=v)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -55,8 +63,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _attention,
     "paged_attention.out": _attention_out,
-    "write_kv": _nothing,
-    "rope_write_kv": _like_q,
+    "write_kv": _write,
+    "rope_write_kv": _rotated,
     "update_scales": _nothing,
     "copy_blocks": _nothing,
     "merge_states": _merge,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,16 +37,64 @@ class Plan:
     kernels: dict[Variant, AttentionKernel] = field(default_factory=dict)
 
     def kernel(self, num_seqs: int, max_query_len: int, max_seq_len: int) -> AttentionKernel | None:
-        """The kernel that the rule chooses for a batch, or None where the dense path serves it. A choice that does
-        not compile (a full disk, a compiler that went away) leaves the plan to the dense path, said once."""
+        """The kernel that the rule chooses for a batch, or None where the dense path serves it."""
+        while self.rule is not None:
+            variant = self.rule.choose(num_seqs, max_query_len, max_seq_len)
+            try:
+                return self.load(variant)
+            except CompileError as error:
+                self.give_up(variant, error)
+        return None
+
+    def compile(self) -> None:
+        """Compiles all that the rule may choose."""
+        from pagegen import targets
+        from pagegen.targets import cpp_build
+
+        failed: dict[Variant, CompileError] = {}
+
+        def attempt(variant: Variant) -> None:
+            try:
+                targets.warm_up(self.load(variant), self.spec, self.layout, self.target)
+            except CompileError as error:
+                failed[variant] = error
+
+        while self.rule is not None:
+            variants = self.rule.variants
+            if self.target.kind == "cpu" and len(variants) > 1:  # each by a compiler of its own
+                with ThreadPoolExecutor(cpp_build.workers()) as pool:
+                    list(pool.map(attempt, variants))
+            else:  # in this thread, whose device is the current one
+                for variant in variants:
+                    attempt(variant)
+            if not failed:
+                return
+            for variant in variants:
+                if variant in failed:
+                    self.give_up(variant, failed.pop(variant))
+
+    def give_up(self, variant: Variant, error: CompileError) -> None:
+        """A choice does not compile: another compiler than it was tuned with, a compiler that went away, a full disk.
+        The default variant serves in its place, and where that is what failed, the dense path serves all; said once."""
+        from pagegen import targets
+
         if self.rule is None:
-            return None
-        try:
-            return self.load(self.rule.choose(num_seqs, max_query_len, max_seq_len))
-        except CompileError as error:
-            self.rule, self.dense_reason = None, str(error)
-            announce_dense(self.target, self.dense_reason)
-            return None
+            return
+        clauses = []
+        for clause in self.rule.clauses:
+            if clause.variant == variant:
+                decode = clause.max_query_len == 1
+                default = targets.default_variant(self.spec, self.layout, self.target, decode=decode)
+                if default == variant:
+                    self.rule, self.dense_reason = None, str(error)
+                    announce_dense(self.target, self.dense_reason)
+                    return
+                clause = replace(clause, variant=default)
+            clauses.append(clause)
+        _announce_default(self.target, str(error))
+        reason = f"{self.rule.reason}; the default variant in place of one that does not compile ({error})"
+        evidence = {**self.rule.evidence, "kind": "default", "confidence": "none"}
+        self.rule = replace(self.rule, clauses=tuple(clauses), reason=reason, evidence=evidence)
 
     def load(self, variant: Variant) -> AttentionKernel:
         """The kernel of `variant`, compiled when first asked for."""
@@ -87,17 +135,28 @@ def announce_dense(target: Target, reason: str) -> None:
     log.warning("attention on %s gathers its blocks and computes densely: %s", target, reason)
 
 
+@functools.cache
+def _announce_default(target: Target, error: str) -> None:
+    """Logs once a process that the default variant serves in place of a choice, and why."""
+    log.warning("the default variant serves on %s in place of one that was chosen: %s; run pagegen tune", target, error)
+
+
 def target_of(device: torch.device) -> Target:
     """The target that serves tensors on `device`. Raises ValueError for a device that nothing serves."""
     named = settings.target_name()
     if device.type == "cpu":
-        target = Target.parse(named) if named else Target("cpu")
-        if target.is_gpu:
-            raise ValueError(f"PAGEGEN_TARGET must be cpu or interpreter for tensors on the CPU, got {target}")
-        return target
+        return _cpu_target(named)
     if device.type == "cuda":
         return Target.current()
     raise ValueError(f"q must be on a cpu or cuda device, got {device}")
+
+
+@functools.lru_cache(maxsize=16)
+def _cpu_target(named: str) -> Target:
+    target = Target.parse(named) if named else Target("cpu")
+    if target.is_gpu:
+        raise ValueError(f"PAGEGEN_TARGET must be cpu or interpreter for tensors on the CPU, got {target}")
+    return target
 
 
 def order_of(k_cache: Tensor) -> str:
@@ -121,7 +180,9 @@ def prepare(
     target: str | Target | None = None,
     db: Database | str | None = None,
 ) -> DispatchRule | None:
-    """Chooses and compiles the variants that serve `spec` on `layout`, so that serving compiles nothing.
+    """Chooses and compiles the variants that serve `spec` on `layout`, and what writes to its caches, so that serving
+    compiles nothing: `pagegen.targets.compiled()` is the same before and after. (`rope_write_kv` and `copy_blocks`
+    compile at their first call on a GPU.)
 
     `target` defaults to this machine's, `db` (a Database, path or URL) to the default database. Returns the
     dispatch rule, or None where no generated kernel serves the spec and calls compute densely. Raises ValueError for
@@ -137,14 +198,8 @@ def prepare(
         targets.current_device(where)
     layout = layout.canonical(spec.num_kv_heads)  # as `order_of` reads it off a cache
     plan = make_plan(spec, layout, where, db)
-    variants = plan.rule.variants if plan.rule else ()
-    if where.kind == "cpu" and len(variants) > 1:  # each by a compiler of its own
-        from pagegen.targets import cpp_build
-
-        with ThreadPoolExecutor(cpp_build.workers()) as pool:
-            list(pool.map(plan.load, variants))
-    for variant in variants:
-        targets.warm_up(plan.load(variant), spec, layout, where)
+    plan.compile()
+    targets.warm_up_writes(spec, layout, where)
     _PREPARED[spec, layout, where] = plan
     _forget_calls()
     return plan.rule

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagegen import costs, targets
 from pagegen.selection.candidates import device_for, opened, sentence
+from pagegen.selection.expected import Expected
 from pagegen.selection.grades import workload_distance
 from pagegen.selection.ladder import Ladder, rule_for
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Selection, Target, Variant, Workload, check
@@ -97,19 +98,26 @@ def _expected(
 ) -> tuple[float, float, dict[str, Any]]:  # fmt: skip
     """(microseconds, distance of the batch they were measured on, what they rest on)."""
     device = device_for(target)
+    expected = Expected(spec, layout, device, db)
 
     def predicted(load: Workload) -> float:
-        return costs.predict_us(spec, layout, variant, device, load)
+        return expected.us(variant, load)
 
     nearest = _nearest_trial(spec, layout, device, variant, workload, db)
     if nearest is None:
-        return predicted(workload), 0.0, {"time": "predicted"}
+        return predicted(workload), 0.0, {"time": "predicted", **_rests_on(expected, variant)}
     load, us = nearest
     if load == workload:
         return us, 0.0, {"time": "measured", "measured_us": us}
     figures = {"num_seqs": load.num_seqs, "total_context": load.total_context, "total_q": load.total_q}
     evidence = {"time": "scaled", "measured_us": us, "measured_workload": figures}
     return us * predicted(workload) / predicted(load), workload_distance(load, workload), evidence
+
+
+def _rests_on(expected: Expected, variant: Variant) -> dict[str, Any]:
+    """What a predicted time rests on beside the plain model."""
+    compiled = {"compiled": True} if expected.is_compiled(variant) else {}
+    return {**compiled, **({} if expected.fit is None else {"cost_model": str(expected.fit)})}
 
 
 def _nearest_trial(
@@ -183,7 +191,15 @@ def best_block_size(
             pass  # as above
         rows.append(
             block_size.row(
-                spec, layout, device, profile, rule, medians, memory_bytes=memory_bytes, num_layers=num_layers
-            )
+                spec,
+                layout,
+                device,
+                profile,
+                rule,
+                medians,
+                memory_bytes=memory_bytes,
+                num_layers=num_layers,
+                expected=Expected(spec, layout, device, db).us,
+            )  # fmt: skip
         )
     return block_size.ranked(rows, objective)

@@ -23,9 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pagegen import costs, targets
+from pagegen import targets
 from pagegen.selection import feasibility
 from pagegen.selection.candidates import Candidate, candidate, device_for, opened, sentence
+from pagegen.selection.expected import Expected, fit_for
 from pagegen.selection.grades import (
     DEFAULT,
     EXACT,
@@ -242,7 +243,7 @@ class Ladder:
     # --- what was not -----------------------------------------------------------------------------------------
 
     def _predicted(self) -> DispatchRule:
-        rule = predicted_rule(self.spec, self.layout, self.device)
+        rule = predicted_rule(self.spec, self.layout, self.device, fit_for(self.device, self.db))
         rule = replace(rule, evidence={**rule.evidence, "grade": PREDICTED})
         return rule if self._batch is None else self._against_the_tuned(rule, self._batch)
 
@@ -254,7 +255,8 @@ class Ladder:
             return rule
         asked = (workload.num_seqs, workload.max_query_len, workload.max_context_len)
         kept, other = here.lead.portfolio.rule.choose(*asked), rule.choose(*asked)
-        times = {v: costs.predict_us(self.spec, self.layout, v, self.device, workload) for v in (kept, other)}
+        expected = Expected(self.spec, self.layout, self.device, self.db)
+        times = {v: expected.us(v, workload) for v in (kept, other)}
         if times[other] <= (1 - PREDICTED_MARGIN) * times[kept]:
             return rule
         reason = f"the cost model expects nothing clearly faster than what {here.lead.profile.name} was tuned to"

@@ -26,8 +26,11 @@ PREFILL = Workload(context_lens=(2048,) * 4, query_lens=(512,) * 4)
 
 
 @functools.lru_cache(maxsize=256)  # 0.4 s: 15 classes of batches, some 40 variants each
-def predicted_rule(spec: AttentionSpec, layout: CacheLayout, device: Device) -> DispatchRule:
-    """The rule of the variants that the cost model expects to be fastest, the default where none is clearly so.
+def predicted_rule(
+    spec: AttentionSpec, layout: CacheLayout, device: Device, fit: costs.Fit | None = None
+) -> DispatchRule:
+    """The rule of the variants that the cost model (with the coefficients of `fit`, where given) expects to be fastest,
+    the default where none is clearly so.
 
     Raises ValueError where the device's rates are not known.
     """
@@ -41,7 +44,7 @@ def predicted_rule(spec: AttentionSpec, layout: CacheLayout, device: Device) -> 
 
     def fastest(workload: Workload, decode: bool) -> Variant:
         default = targets.default_variant(spec, layout, target, decode=decode)
-        times = {v: costs.predict_us(spec, layout, v, device, workload) for v in [default, *choices[decode]]}
+        times = {v: costs.predict_us(spec, layout, v, device, workload, fit=fit) for v in [default, *choices[decode]]}
         least = min(times.values())
         if least > (1 - PREDICTED_MARGIN) * times[default]:
             return default
@@ -56,7 +59,7 @@ def predicted_rule(spec: AttentionSpec, layout: CacheLayout, device: Device) -> 
     clauses = merged_clauses((cell, of_cell(*cell)) for cell in cells)
     return DispatchRule(
         clauses=(*clauses, Clause(variant=fastest(PREFILL, decode=False))),
-        reason=f"the cost model's choice for {device.name}, not measured",
+        reason=f"the cost model's choice for {device.name}, not measured" + (f"; {fit}" if fit else ""),
         distance=PREDICTED_DISTANCE,
         evidence={"kind": "predicted", "device": device.name},
     )

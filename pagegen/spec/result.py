@@ -21,10 +21,12 @@ from pagegen.spec.workload import Workload
 # How a trial was timed: with the cache's blocks outside the last-level cache, or as they lay.
 REGIMES = ("cold", "warm")
 SESSION, PURPOSE = "tuning_session", "tuning_purpose"
+# What memory gave before each sample, as text: GB/s by spaces, in the order of `samples_us`.
+GAUGE = "tuning_gauge_gb_s"
 COMPILE_COUNTS = ("registers", "spills", "shared_bytes", "num_warps", "programs_per_unit", "binary_bytes")
 # Why the trial was made: the default before anything else; finding a winner; judging it on fresh samples; comparing
-# layouts in rounds over all of them.
-BASELINE, SEARCH, CONFIRM, COMPARE = "baseline", "search", "confirm", "compare"
+# layouts in rounds over all of them; the default once more at the end, for drift.
+BASELINE, SEARCH, CONFIRM, COMPARE, AFTER = "baseline", "search", "confirm", "compare", "after"
 
 
 class Status(str, enum.Enum):

@@ -8,6 +8,7 @@ from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, Target,
 from pagegen.spec.dtypes import INT4, INTEGER_RANGES
 from pagegen.targets.cache_call import Copier, Merger, State, Writer
 from pagegen.targets.call import AttentionCall, AttentionKernel
+from pagegen.targets.ready import compiled
 
 __all__ = [
     "AttentionCall",
@@ -16,12 +17,14 @@ __all__ = [
     "block_copier",
     "cache_writer",
     "code_hash",
+    "compiled",
     "current_device",
     "default_variant",
     "load_attention",
     "state_merger",
     "unsupported",
     "warm_up",
+    "warm_up_writes",
 ]
 
 
@@ -58,6 +61,13 @@ def warm_up(kernel: AttentionKernel, spec: AttentionSpec, layout: CacheLayout, t
         assert isinstance(kernel, triton_launch.TritonAttention)
         for call in warm.calls(spec, layout):
             kernel.warm(call)
+
+
+def warm_up_writes(spec: AttentionSpec, layout: CacheLayout, target: Target) -> None:
+    """Makes what serves `write_kv` to the caches of a spec compile: it writes no token."""
+    from pagegen.targets import warm
+
+    cache_writer(target)(warm.write(spec, layout, "cuda" if target.is_gpu else "cpu"))
 
 
 def unsupported(spec: AttentionSpec, target: Target) -> str | None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagegen import settings
-from pagegen.targets import cpp_headers
+from pagegen.targets import cpp_headers, ready
 from pagegen.targets.errors import CompileError
 
 # -ffp-contract=off: `x * scale - max` must not be fused, see templates/attention.hpp
@@ -96,9 +96,11 @@ def load(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> ctypes
 
     library = build(source, name, machine=machine)
     try:
-        return ctypes.CDLL(str(library))
+        loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise CompileError("cpu", name, f"the compiled library does not load: {error}") from error
+    ready.library(name)
+    return loaded
 
 
 def _key(source: str, compiler: Compiler, machine: tuple[str, ...]) -> str:

@@ -16,6 +16,7 @@ from pagegen.codegen.insert import captured_names
 from pagegen.spec import AttentionSpec, CacheLayout, Target, TritonVariant
 from pagegen.spec.dtypes import FLOAT8_DTYPES
 from pagegen.targets.call import AttentionCall, AttentionKernel
+from pagegen.targets.errors import CompileError
 from pagegen.targets.triton_module import import_source
 
 
@@ -34,9 +35,19 @@ class TritonAttention:
         self._launch(call, wide=None)
 
     def warm(self, call: AttentionCall) -> None:
-        """Runs `call` with the offsets of small caches and with those of large ones."""
+        """Runs `call` with the offsets of small caches and with those of large ones. Raises CompileError where Triton
+        cannot compile it, or not for this device."""
+        from triton.errors import TritonError
+
         for wide in (False, True):
-            self._launch(call, wide=wide)
+            try:
+                self._launch(call, wide=wide)
+            except (TritonError, RuntimeError) as error:
+                # a pass that fails is a plain RuntimeError, as are errors of the driver, which are no compiler's
+                if not isinstance(error, TritonError) and "PassManager" not in str(error):
+                    raise
+                detail = (str(error).strip().splitlines() or ["no message"])[0]
+                raise CompileError(str(self.target), self.variant.name, f"{type(error).__name__}: {detail}") from error
 
     def _launch(self, call: AttentionCall, wide: bool | None) -> None:
         if self.spec.batch_invariant and call.query_start_loc is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pagegen import settings
+from pagegen.targets import ready
 
 
 @functools.lru_cache(maxsize=4096)
@@ -31,6 +32,7 @@ def import_source(source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    ready.module(module)
     return module
 
 

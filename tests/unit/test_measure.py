@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 from pagegen_autotune import inputs
-from pagegen_autotune.measure import Rounds, classify, compare, interleave
+from pagegen_autotune.measure import classify, compare
+from pagegen_autotune.rounds import Rounds, interleave
 
 from pagegen.reference import reference_attention
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, Profile, Status, Target, Workload

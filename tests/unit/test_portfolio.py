@@ -6,10 +6,12 @@ import random
 
 import pytest
 from pagegen_autotune.evidence import Evidence
+from pagegen_autotune.partition import divisions
 from pagegen_autotune.portfolio import best, common_loads, decide, dispatch_rule, leader
+from pagegen_autotune.tree import leaves
 from tuning_fakes import DECODE, DEFAULT, DEVICE, FASTER, LONG, MIXED, SPEC
 
-from pagegen.spec import CacheLayout, CppVariant, Measurement, Status
+from pagegen.spec import CacheLayout, CppVariant, Measurement, Status, Workload
 from pagegen.spec.result import COMPARE, CONFIRM, PURPOSE, SESSION
 
 LOADS = [(DECODE, 0.6), (LONG, 0.2)]
@@ -222,3 +224,107 @@ def test_a_layouts_times_are_those_of_the_rounds_over_all_layouts_and_they_chang
     after = decision(found)
     assert (after.chosen, after.speedup, after.confidence) == (before.chosen, before.speedup, before.confidence)
     assert (before.default_us, after.default_us) == pytest.approx((100.0, 200.0))
+
+
+SMALL = Workload(context_lens=(500,) * 2)
+BIG = Workload(context_lens=(500,) * 40)
+BOTH = [(SMALL, 0.5), (BIG, 0.5)]
+
+
+def beside(chosen, variant, factors, *, session, rounds=9):
+    """Fresh rounds of the default, the chosen variant and another, at these factors of the default's time."""
+    found = []
+    for workload, (own, other) in factors.items():
+        name = f"{session}-{workload.num_seqs}"
+        found.append(trial(DEFAULT, [100.0] * rounds, workload, name, CONFIRM))
+        found.append(trial(variant, [100.0 * other] * rounds, workload, name, CONFIRM))
+        if chosen != DEFAULT:
+            found.append(trial(chosen, [100.0 * own] * rounds, workload, name, CONFIRM))
+    return found
+
+
+def divided(small=0.6, big=1.2):
+    """FASTER is proven on all, OTHER better on the small batch alone by the search's samples."""
+    found = trials(FASTER, 0.8, loads=BOTH) + trials(FASTER, 0.8, loads=BOTH, purpose=CONFIRM, rounds=9)
+    return found + trials(OTHER, small, loads=BOTH[:1]) + trials(OTHER, big, loads=BOTH[1:])
+
+
+def test_a_variant_that_would_serve_a_part_better_is_confirmed_there_beside_the_chosen_one():
+    assert divisions(Evidence(divided(), DEFAULT), BOTH, FASTER) == [(OTHER, [(SMALL, 0.5)])]
+
+
+def test_a_proven_part_gets_its_own_variant_and_the_regret_falls_under_the_bound():
+    found = divided()
+    alone = decision(found, BOTH)
+    assert alone.variants == (FASTER,) and alone.regret == pytest.approx(1.6 / 1.4 - 1)
+    made = decision(found + beside(FASTER, OTHER, {SMALL: (0.8, 0.6)}, session="part"), BOTH)
+    assert {leaf.variant: leaf.part for leaf in leaves(made.tree)} == {OTHER: (SMALL,), FASTER: (BIG,)}
+    assert made.chosen_us == pytest.approx(70.0) and made.regret == pytest.approx(0.0, abs=1e-6)
+    rule = dispatch_rule([made], DEFAULTS, kind="measured", source="tuned", evidence={})
+    assert rule.choose(2, 1, 500) == OTHER and rule.choose(40, 1, 500) == FASTER and rule.choose(2, 5, 9) == DEFAULT
+    assert "on 1 of 2 batches" in made.confidence and len(made.to_dict()["workloads"]) == 2
+
+
+def test_fresh_samples_that_speak_against_a_part_leave_it_to_the_chosen_variant_and_are_not_asked_for_again():
+    found = divided() + beside(FASTER, OTHER, {SMALL: (0.8, 0.82)}, session="part")
+    assert decision(found, BOTH).variants == (FASTER,)
+    assert divisions(Evidence(found, DEFAULT), BOTH, FASTER) == []
+
+
+def test_a_loss_under_the_bound_is_no_reason_for_a_second_variant():
+    evidence = Evidence(divided(small=0.79), DEFAULT)
+    assert divisions(evidence, BOTH, FASTER) == []
+
+
+def test_the_default_itself_may_serve_a_part_where_the_chosen_variant_is_slower():
+    found = trials(FASTER, 1.1, loads=BOTH[:1]) + trials(FASTER, 0.5, loads=BOTH[1:])
+    found += trials(FASTER, 1.1, loads=BOTH[:1], purpose=CONFIRM, rounds=9)
+    found += trials(FASTER, 0.5, loads=BOTH[1:], purpose=CONFIRM, rounds=9)
+    made = decision(found, BOTH)
+    assert {leaf.variant for leaf in leaves(made.tree)} == {FASTER, DEFAULT}
+    assert made.chosen_us == pytest.approx(75.0)
+
+
+def test_one_kernel_serves_all_batches_where_rows_must_not_depend_on_their_neighbours():
+    found = divided() + beside(FASTER, OTHER, {SMALL: (0.8, 0.6)}, session="part")
+    assert decide(Evidence(found, DEFAULT), BOTH, "all").variants == (FASTER,)
+
+
+def test_no_part_of_a_portfolio_is_slower_than_the_default_whatever_the_noise():
+    for seed in range(20):
+        rng = random.Random(seed)
+        true = {v: {w: rng.uniform(0.7, 1.3) for w, _ in BOTH} for v in (FASTER, OTHER, CppVariant(streams=16))}
+        found = []
+        for purpose, rounds in (("search", 7), (CONFIRM, 9)):
+            for v, factors in true.items():
+                for w, f in factors.items():
+                    found += trials(v, f, loads=[(w, 0.5)], purpose=purpose, rounds=rounds, noise=0.04,
+                                    session=f"{w.num_seqs}", seed=rng.random())  # fmt: skip
+        for leaf in leaves(decision(found, BOTH).tree):
+            for w in leaf.part:
+                assert leaf.variant == DEFAULT or sum(true[leaf.variant][x] for x in leaf.part) < len(leaf.part)
+                assert w in dict(BOTH)
+
+
+def test_nothing_is_said_of_the_regret_where_nothing_was_compared():
+    made = decision([trial(DEFAULT, [100.0] * 5, w, "b", "baseline") for w, _ in LOADS])
+    assert made.regret_bound is None and "nothing was compared" in made.confidence
+    assert "regret_at_most" not in made.to_dict()
+
+
+def test_a_threshold_lies_where_the_kernels_own_trials_put_it_and_not_at_a_constant():
+    """A rank tunes the kernel of its own head counts. With a quarter of the heads the same gain begins at four times
+    the sequences, and so does the threshold."""
+
+    def split_at(few, many):
+        loads = [(Workload(context_lens=(500,) * n), 1.0) for n in (2, 8, 32, 128)]
+        found = []
+        for w, _ in loads:
+            factor = 0.6 if w.num_seqs <= few else 1.4
+            found += trials(OTHER, factor, loads=[(w, 1.0)], session=str(w.num_seqs))
+            found += trials(OTHER, factor, loads=[(w, 1.0)], session=str(w.num_seqs), purpose=CONFIRM, rounds=9)
+        made = decide(Evidence(found, DEFAULT), loads, "decode")
+        assert made.tree.feature == "num_seqs" and few <= made.tree.threshold < many
+        return made.tree.threshold
+
+    assert split_at(8, 32) * 4 == split_at(32, 128)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagegen_autotune.representatives import features, k_medoids, represent
 from pagegen_autotune.simulation import Step
-from pagegen_autotune.snapshots import Reservoir, Snapshots, draw
+from pagegen_autotune.snapshots import Reservoir, Snapshot, Snapshots, draw
 
 from pagegen.spec import Workload
 
@@ -19,8 +19,8 @@ def decode(*contexts):
 
 def snapshots(decode_loads=(), mixed_loads=(), decode_steps=None, mixed_steps=None):
     return Snapshots(
-        decode=tuple(decode_loads),
-        mixed=tuple(mixed_loads),
+        decode=tuple(Snapshot(load) for load in decode_loads),
+        mixed=tuple(Snapshot(load) for load in mixed_loads),
         decode_steps=len(decode_loads) if decode_steps is None else decode_steps,
         mixed_steps=len(mixed_loads) if mixed_steps is None else mixed_steps,
     )
@@ -35,8 +35,10 @@ def test_reservoir_keeps_everything_that_fits():
     reservoir = Reservoir(10, seed=0)
     reservoir.offer(Step((5, 7), (1, 1), 3))
     reservoir.offer(Step((9,), (4,)))
-    assert reservoir.items == [decode(5, 7), decode(6, 8), decode(7, 9), Workload(context_lens=(9,), query_lens=(4,))]
-    assert reservoir.offered == 4
+    reservoir.offer(Step((20, 30), (1, 1), 1, 16))
+    loads = [decode(5, 7), decode(6, 8), decode(7, 9), Workload(context_lens=(9,), query_lens=(4,))]
+    assert reservoir.items == [*map(Snapshot, loads), Snapshot(decode(20, 30), 16)]
+    assert reservoir.offered == 5
 
 
 @pytest.mark.parametrize("run", [1, 7, 1000])
@@ -47,7 +49,7 @@ def test_reservoir_draws_early_and_late_steps_alike_however_they_are_grouped(run
         for first in range(0, 1000, run):
             reservoir.offer(Step((first + 1,), (1,), min(run, 1000 - first)))
         assert len(reservoir.items) == 20 and reservoir.offered == 1000
-        for load in reservoir.items:
+        for load, _ in reservoir.items:
             counts[(load.context_lens[0] - 1) // 100] += 1
     # 4000 picks over 10 equal parts: 400 each, standard deviation 19
     assert np.all(np.abs(counts - 400) < 80)
@@ -58,7 +60,7 @@ def test_kinds_of_steps_are_drawn_apart_and_counted_exactly():
     drawn = draw(steps, capacity=4, seed=0)
     assert (drawn.decode_steps, drawn.mixed_steps) == (500, 2)
     assert len(drawn.decode) == 4 and len(drawn.mixed) == 2
-    assert all(load.is_decode for load in drawn.decode) and not any(load.is_decode for load in drawn.mixed)
+    assert all(one.load.is_decode for one in drawn.decode) and not any(one.load.is_decode for one in drawn.mixed)
     assert sum(weight for _, weight in drawn.weighted()) == pytest.approx(1)
     assert draw(steps, capacity=4, seed=0) == drawn != draw(steps, capacity=4, seed=1)
 
@@ -117,8 +119,8 @@ def test_equal_snapshots_make_one_representative():
 
 def test_balance_of_the_batch_counts_and_not_its_order():
     even, skewed = decode(100, 100, 100, 100), decode(397, 1, 1, 1)
-    assert np.linalg.norm(features([even])[0] - features([skewed])[0]) > 1
-    assert np.array_equal(features([decode(1, 2, 3)]), features([decode(3, 1, 2)]))
+    assert np.linalg.norm(features([Snapshot(even)])[0] - features([Snapshot(skewed)])[0]) > 1
+    assert np.array_equal(features([Snapshot(decode(1, 2, 3))]), features([Snapshot(decode(3, 1, 2))]))
 
 
 def test_fewer_representatives_than_kinds_are_refused():
@@ -151,3 +153,25 @@ def test_no_single_swap_improves_the_medoids(seed, count):
 
 def test_medoids_are_distinct_even_among_equal_points():
     assert len(set(k_medoids(np.zeros((5, 5)), 3).tolist())) == 3
+
+
+def test_steps_that_share_more_are_apart_and_those_that_share_all_they_can_are_finite():
+    load = decode(1000, 1000, 1000, 1000)
+    none, half, most = (features([Snapshot(load, shared)])[0] for shared in (0, 2000, 10**9))
+    assert np.linalg.norm(half - none) == pytest.approx(1)  # half of the reading is saved: one doubling
+    assert np.linalg.norm(most - none) == pytest.approx(2)  # the longest context at least is read
+
+
+def test_the_distribution_of_query_lengths_counts_and_not_their_longest_alone():
+    one_long = Workload(context_lens=(600,) * 8, query_lens=(1,) * 6 + (200, 256))
+    all_long = Workload(context_lens=(600,) * 8, query_lens=(1, *(29,) * 6, 256))
+    one, other = (features([Snapshot(load)])[0] for load in (one_long, all_long))
+    assert one_long.max_query_len == all_long.max_query_len and np.linalg.norm(one - other) > 1
+
+
+def test_representatives_tell_what_they_share_and_the_error_of_nearly_all_steps():
+    kinds = [Snapshot(decode(1000, 1000), shared) for shared in (0, 0, 0, 900)]
+    found = represent(Snapshots(decode=tuple(kinds), mixed=(), decode_steps=4, mixed_steps=0), 2)
+    assert sorted(found.shared_tokens) == [0, 900] and found.p95_distance == 0
+    found = represent(Snapshots(decode=tuple(kinds), mixed=(), decode_steps=4, mixed_steps=0), 1)
+    assert found.shared_tokens == (0,) and found.p95_distance > found.mean_distance > 0

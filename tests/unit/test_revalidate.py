@@ -56,7 +56,7 @@ def states(db, environment, code="hash-1"):
 def test_what_was_tuned_is_valid_until_the_toolchain_or_the_templates_change(db):
     now = tuned(db).environment
     assert states(db, now) == [("valid", {})]
-    assert states(db, {**now, "torch": "9", "python": "9", "pagegen": "9"}) == [("valid", {})]
+    assert states(db, {**now, "torch": "9", "python": "9"}) == [("valid", {})]
     assert states(db, {**now, "compiler": "c++ 2.0"}) == [("revalidate", {"compiler": ("c++ 1.0", "c++ 2.0")})]
     assert states(db, {**now, "driver": "999"}) == [("revalidate", {"driver": ("570", "999")})]
     assert states(db, {**now, "driver": ""}) == [("valid", {})]  # not known is no change
@@ -71,7 +71,7 @@ def test_measuring_again_takes_the_best_few_and_nothing_else(db):
     report = revalidate(SPEC, PROFILE, target="cpu", db=db, k=2, progress=False, bench=again)
     measured = {v for _, v, _ in again.sampled}
     assert DEFAULT in measured
-    assert len(measured) == 1 + 2
+    assert 1 + 2 <= len(measured) <= 1 + 2 * 2  # the default, and k of decode and of mixed batches
     assert measured < searched
     assert len(searched) > 6
     assert states(db, again.environment) == [("valid", {})]

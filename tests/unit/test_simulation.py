@@ -7,12 +7,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pagegen_autotune import load as load_module
+from pagegen_autotune import simulation as simulation_module
 from pagegen_autotune.load import offered
 from pagegen_autotune.prompts import prompt_of
 from pagegen_autotune.simulation import BLOCK_TOKENS, Server, Simulation, Step, cache_tokens
 from pagegen_autotune.trace import Trace, read_trace
 from serving_fakes import ContentCache, FakeModel, TickingClock
 
+from pagegen.cache import BlockAllocator
 from pagegen.serving import Request, Scheduler, replay
 
 # times that are sums of powers of two are exact, so that two orders of adding them up agree
@@ -222,6 +224,52 @@ def test_prompts_share_what_the_trace_says_only_where_that_is_asked_for():
 
     assert hits(prefix_block_tokens=16) == ([0, 0, 32, 32], 64 + 2 * 48 + 4 * 3)
     assert hits() == ([0, 0, 0, 0], 64 + 2 * 80 + 4 * 3)
+
+
+class Allocator(BlockAllocator):
+    """A real allocator in place of the counts."""
+
+    @property
+    def shared_blocks(self):
+        blocks = [self.block_ids(seq_id) for seq_id in self.sequences]
+        return sum(map(len, blocks)) - len({block for ids in blocks for block in ids})
+
+
+@st.composite
+def sharing_cases(draw):
+    """A case whose prompts continue each other, with ids of 8 to 48 tokens: finer and coarser than blocks, and neither
+    a multiple of them."""
+    requests, server = draw(cases())
+    size = draw(st.sampled_from([8, 16, 24, 48]))
+    runs = []
+    for i, prompt in enumerate(requests.prompt_tokens.tolist()):
+        blocks = draw(st.sampled_from([prompt // size, -(-prompt // size)]))
+        common = draw(st.integers(0, blocks))
+        mine = draw(st.integers(0, 2))
+        shared = ((mine * 100, mine * 100 + common - 1),) if common else ()
+        own = ((1000 * i + 500, 1000 * i + 500 + blocks - common - 1),) if blocks > common else ()
+        runs.append((*shared, *own))
+    shared_trace = Trace(
+        arrival_s=requests.arrival_s, prompt_tokens=requests.prompt_tokens, output_tokens=requests.output_tokens,
+        prefix_runs=runs,
+    )  # fmt: skip
+    return shared_trace, server, size
+
+
+@settings(max_examples=150, deadline=None)
+@given(sharing_cases())
+def test_prompts_that_share_take_the_steps_that_the_real_bookkeeping_gives_them(case):
+    requests, server, size = case
+    found = []
+    for cache in (simulation_module.SharedCounts, Allocator):
+        ended = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(simulation_module, "SharedCounts", cache)
+            simulation, steps = run(requests, server, prefix_block_tokens=size, on_end=ended.append)
+        simulation.cache.check_invariants()
+        times = [(o.request.id, o.hit_tokens, o.preemptions, o.times) for o in ended]
+        found.append((steps, times, simulation.scheduler.counters))
+    assert found[0] == found[1]
 
 
 def test_a_trace_keeps_its_prefixes_if_asked_in_order_of_arrival(tmp_path):

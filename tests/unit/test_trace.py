@@ -247,3 +247,52 @@ def test_trace_checks_its_arrays(arrivals, prompts, outputs, says):
             prompt_tokens=np.array(prompts, dtype=np.int64),
             output_tokens=np.array(outputs, dtype=np.int64),
         )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "0.5,7,3,1-2 9", "0.5, 7,3,1-2 9", '"0.5",7,3,"1-2 9"', "5e-1,7,3,1-2 9", "0.50,007,3,1-2 9", "0.5,7,3,1-2  9",
+        "0.5,7,3,1 2 9-9",
+    ],
+)  # fmt: skip
+def test_rows_written_plainly_and_otherwise_are_read_alike(tmp_path, row):
+    """The one takes a third of the time of the other."""
+    csv = tmp_path / "t.csv"
+    csv.write_text(f"arrival_s,prompt_tokens,output_tokens,prefix_hash_ids\n{row}\n")
+    found = read_trace(csv, keep_prefixes=True)
+    assert (found.arrival_s.tolist(), found.prompt_tokens.tolist(), found.output_tokens.tolist()) == ([0.5], [7], [3])
+    assert [b - a + 1 for a, b in found.prefix_runs[0]] in ([2, 1], [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"arrival_s": 0.5, "prompt_tokens": 7, "output_tokens": 3, "prefix_hash_ids": "1-2 9"}',
+        '{"arrival_s":0.5,"prompt_tokens":7,"output_tokens":3,"prefix_hash_ids":"1-2 9"}',
+        '{"prompt_tokens": 7, "arrival_s": 0.5, "output_tokens": 3, "prefix_hash_ids": "1-2 9"}',
+        '{ "arrival_s": 5e-1, "prompt_tokens": 7, "output_tokens": 3, "prefix_hash_ids": ["1-2", 9] }',
+    ],
+)
+def test_objects_written_plainly_and_otherwise_are_read_alike(tmp_path, line):
+    path = tmp_path / "t.jsonl"
+    path.write_text(line + "\n")
+    found = read_trace(path, keep_prefixes=True)
+    assert (found.arrival_s.tolist(), found.prompt_tokens.tolist(), found.output_tokens.tolist()) == ([0.5], [7], [3])
+    assert found.prefix_runs == [((1, 2), (9, 9))]
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ("1,5,2,3-1", "ids from 0"), ("1,5,2,5-", "ids from 0"), ("1,5,2,-5", "ids from 0"), ("1,5,2,1--2", "ids from"),
+        ("1,5,2,0-9", "at most one block a prompt token"), ("1,0,2,", "prompt_tokens must be"), ("1,5,,", "output_to"),
+        ("999999999999,5,2,", "arrival_s must be seconds"), ("1,99999999,2,", "prompt_tokens must be"),
+        ("1,5,2", "expected 4 fields"), ("1,5,2,3,4", "expected 4 fields"), ("1.2.3,5,2,", "arrival_s must be"),
+    ],
+)  # fmt: skip
+def test_what_looks_plain_and_is_malformed_is_named_by_its_line(tmp_path, row, wrong):
+    path = tmp_path / "t.csv"
+    path.write_text(f"arrival_s,prompt_tokens,output_tokens,prefix_hash_ids\n0,1,1,\n{row}\n")
+    with pytest.raises(TraceError, match=f"line 3: .*{wrong}"):
+        read_trace(path)

@@ -77,6 +77,7 @@ class FakeBench:
 
     regime = "cold"
     workers = 2
+    memory_gb_s = None
 
     def __init__(
         self,
@@ -107,6 +108,9 @@ class FakeBench:
 
     def facts(self, layout, variant, *, decode):
         return None
+
+    def gauge(self):
+        return self.memory_gb_s
 
     def sample(self, layout, variant, workload):
         assert (layout, variant) in self.checked, "timed before it was checked"

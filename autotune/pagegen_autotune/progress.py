@@ -1,0 +1,71 @@
+"""The line that says how far a run is: trials done and left, the best so far, its share of the roofline, time left."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """One line on standard error. A trial is a variant on a workload. `left_s` tells the seconds that the budget
+    leaves, infinite without one; what the known trials will take at the pace of those so far is told where that is
+    less."""
+
+    def __init__(self, show: bool, left_s: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
+        self._left_s = left_s
+        self._clock = clock
+        self._start = clock()
+        self._done = self._expected = 0
+        self._facts = ""
+        # dynamic_ncols: a fixed width wraps in a narrow terminal
+        self._bar: tqdm[Any] = tqdm(
+            total=0, dynamic_ncols=True, disable=not show, unit="trial",
+            bar_format="{desc}: {n_fmt} trials done, {unit}",
+        )  # fmt: skip
+
+    def at(self, what: str) -> None:
+        """The part of the run that begins."""
+        self._facts = ""
+        self._bar.set_description_str(what, refresh=False)
+        self._show()
+
+    def expect(self, trials: int) -> None:
+        """So many more, or fewer, trials lie ahead."""
+        self._expected += trials
+        self._show()
+
+    def done(self, trials: int) -> None:
+        """So many trials ended."""
+        self._done += trials
+        self._bar.n = self._done
+        self._show()
+
+    def best(self, ratio: float, roofline_share: float | None) -> None:
+        """The best so far takes `ratio` of the default's time, and its share of what memory or arithmetic allow."""
+        share = "" if roofline_share is None else f" ({roofline_share:.0%} of the roofline)"
+        self._facts = f"best {ratio:.2f} of the default's time{share}"
+        self._show()
+
+    def close(self) -> None:
+        """Ends the line."""
+        self._bar.close()
+
+    def _show(self) -> None:
+        if self._bar.disable:
+            return
+        left = max(0, self._expected - self._done)
+        elapsed = self._clock() - self._start
+        known_s = elapsed / self._done * left if self._done else math.inf
+        seconds = min(known_s, self._left_s())
+        parts = [f"{left} left", self._facts, f"{_duration(seconds)} to go" if math.isfinite(seconds) else ""]
+        self._bar.unit = ", ".join(filter(None, parts))
+        self._bar.refresh()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,1 @@
+"""What `bench/tuning.py` is made of: recorded cases, their recording, and the search replayed on them."""

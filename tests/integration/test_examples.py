@@ -1,0 +1,28 @@
+"""Every example runs as it stands, checks its own answers, and is named in the README."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_and_checks_itself(name):
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_readme_names_every_example(name):
+    assert f"examples/{name}" in (ROOT / "README.md").read_text(encoding="utf-8")

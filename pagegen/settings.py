@@ -46,6 +46,11 @@ def omp_wait_policy() -> str:
     return os.environ.get("OMP_WAIT_POLICY") or "passive"
 
 
+def measuring_environment() -> dict[str, str]:
+    """The environment of a process that measures: this one's, with `omp_wait_policy`, which OpenMP reads as it loads."""
+    return {**os.environ, "OMP_WAIT_POLICY": omp_wait_policy()}
+
+
 def interpreting() -> bool:
     """Whether Triton's interpreter was asked for (`TRITON_INTERPRET=1`), which must be set before triton loads."""
     return os.environ.get("TRITON_INTERPRET", "") == "1"

@@ -16,8 +16,13 @@ def cache_dir() -> Path:
 
 
 def database_url() -> str:
-    """The tuning database (`PAGEGEN_DB`: a path or a URL), by default a file in the user's data folder."""
-    return os.environ.get("PAGEGEN_DB") or str(Path(platformdirs.user_data_dir(APP)) / "tuning.db")
+    """The tuning database (`PAGEGEN_DB`: a path or a URL), by default `own_database`."""
+    return os.environ.get("PAGEGEN_DB") or own_database()
+
+
+def own_database() -> str:
+    """The tuning database that nobody named: a file in the user's data folder."""
+    return str(Path(platformdirs.user_data_dir(APP)) / "tuning.db")
 
 
 def target_name() -> str:
@@ -39,6 +44,11 @@ def omp_wait_policy() -> str:
     """How OpenMP threads wait in processes that measure (`OMP_WAIT_POLICY`), by default asleep: where a host shares its
     cores, a thread that spins takes the time of the one it waits for (batches of 0.5 ms then took 12)."""
     return os.environ.get("OMP_WAIT_POLICY") or "passive"
+
+
+def measuring_environment() -> dict[str, str]:
+    """The environment of a process that measures: this one's, with `omp_wait_policy`, which OpenMP reads as it loads."""
+    return {**os.environ, "OMP_WAIT_POLICY": omp_wait_policy()}
 
 
 def interpreting() -> bool:

@@ -134,7 +134,7 @@ class IsolatedBench:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program], pass_fds=[its.fileno()], stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, "OMP_WAIT_POLICY": settings.omp_wait_policy()},
+                env=settings.measuring_environment(),
             )  # fmt: skip
         self._connection = Connection(ours.detach())
         self._connection.send((*self._made_by, torch.get_num_threads()))

@@ -29,7 +29,7 @@ def elsewhere(store: Store, spec: AttentionSpec, layout: CacheLayout, device: De
     near = [one for one in found if not one.same_device][:MOST_PORTFOLIOS]
     seen: dict[Variant, None] = {}
     for one in near:
-        for clause in one.lead.rule.clauses:
+        for clause in one.lead.portfolio.rule.clauses:
             if batches != "decode" and clause.max_query_len == 1:
                 continue
             seen.setdefault(clause.variant)

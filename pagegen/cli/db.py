@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagegen.cli import output
-from pagegen.cli.options import TargetType, spec_of, target_option, url_option
+from pagegen.cli.options import TargetType, count, spec_of, target_option, url_option
 from pagegen.spec import Measurement, Status, Target
 
 if TYPE_CHECKING:
@@ -58,11 +58,13 @@ def stats(url: str | None, table_format: str, as_json: bool) -> None:
 @command.command()
 @url_option
 @click.option("--model", help="Only trials of this model's attention.")
-@click.option("--block-size", type=click.IntRange(min=1), help="Only this block size.")
+@click.option("--block-size", type=count(), help="Only this block size.")
 @click.option("--target", type=TargetType(), help="Only this target.")
 @click.option("--status", type=click.Choice([s.value for s in Status]), help="Only trials that ended so.")
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="The newest so many.")
-@click.option("--pooled", is_flag=True, help="Samples of one question together, with their sources.")
+@click.option("--limit", type=count(), default=20, show_default=True, help="The newest so many.")
+@click.option(
+    "--pooled", is_flag=True, help="Of the questions that these answer, all samples together, with their sources."
+)
 @output.sql_option
 @output.format_option
 @output.json_option
@@ -90,6 +92,8 @@ def trials(
             click.echo(statements.text_of(db, statements.listing(limit=limit, **wanted)))
             return
         shown, matching = statements.newest(db, limit, **wanted)
+        if pooled:
+            shown = statements.of_same_questions(db, shown, **wanted)
     if pooled:
         _show_pooled(shown, table_format, as_json)
         return
@@ -178,7 +182,7 @@ def export_(path: Path, kind: str, url: str | None, as_json: bool) -> None:
         raise click.BadParameter(f"must name a file, got the folder {path}", param_hint="PATH")
     with _database(url, read_only=True) as db:
         if kind == "t4":
-            files = [str(file) for file in t4.export(db.trials(), path)]
+            files = [str(file) for file in t4.export(db.own.trials(), path)]
             output.show({"path": str(path), "files": files}, as_json, lambda: f"{len(files)} files in {path}")
             return
         count = db.export(path)
@@ -280,7 +284,10 @@ def _staleness(db: Database) -> list[Staleness]:
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @output.json_option
 def prune(url: str | None, target: Target, keep: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
-    """Removes the trials and portfolios of templates that are no more."""
+    """Removes the trials and portfolios of templates that are no more.
+
+    A hash may be given by its first characters. One that the database does not hold is refused: with it everything
+    would go."""
     from pagegen import targets
 
     kept = keep or (targets.code_hash(target),)
@@ -295,17 +302,19 @@ def prune(url: str | None, target: Target, keep: tuple[str, ...], dry_run: bool,
 
 @command.command()
 @url_option
-@click.option("--to", type=click.IntRange(min=1), help="The schema version; the present one by default.")
+@click.option("--to", type=count(), help="The schema version; the present one by default.")
+@click.option("--lossy", is_flag=True, help="Go back though rows have no place in that version, and are lost.")
 @output.json_option
-def migrate(url: str | None, to: int | None, as_json: bool) -> None:
+def migrate(url: str | None, to: int | None, lossy: bool, as_json: bool) -> None:
     """Leads a database of another version of the schema to the present one, or back for an older pagegen.
 
-    Writing to an older database does so by itself; this is for one that is only read from now on."""
+    Writing to an older database does so by itself; this is for one that is only read from now on. What an older version
+    has no place for is named, and goes with --lossy only."""
     from pagegen.db.schema import SCHEMA_VERSION
 
     with _database(url, read_only=False) as db:
         version = SCHEMA_VERSION if to is None else to
         if version != SCHEMA_VERSION:
-            db.store.migrate(version)
+            db.store.migrate(version, lossy=lossy)
         name = db.name
     output.show({"database": name, "schema_version": version}, as_json, lambda: f"{name} has schema version {version}")

@@ -12,6 +12,8 @@ from pagegen.cli.rejected import rejections
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Status, Target, TritonVariant, Variant, Workload
 from pagegen.spec.shared_prefix import PrefixGroups
 
+# A batch is held sequence by sequence.
+MAX_SEQUENCES = 2**20
 # Quantities that do not add up over sequences.
 PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")
 
@@ -19,9 +21,9 @@ PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")
 @click.command()
 @options.model_options
 @options.layout_options
-@click.option("--batch", type=click.IntRange(min=1), required=True, help="Sequences.")
-@click.option("--context", type=click.IntRange(min=1), required=True, help="Tokens in each one's cache.")
-@click.option("--queries", type=click.IntRange(min=1), default=1, show_default=True, help="New tokens of each.")
+@click.option("--batch", type=click.IntRange(min=1, max=MAX_SEQUENCES), required=True, help="Sequences.")
+@click.option("--context", type=options.count(), required=True, help="Tokens in each one's cache.")
+@click.option("--queries", type=options.count(), default=1, show_default=True, help="New tokens of each.")
 @click.option(
     "--shared-prefix",
     type=click.IntRange(min=0),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from pagegen.cli import output
-from pagegen.spec import AttentionSpec, Target, Variant
+from pagegen.spec import AttentionSpec, Target, Variant, check
 from pagegen.spec.layout import ORDERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -18,6 +18,11 @@ profile_option = click.option(
     "--profile", "profile_name", default="azure-conversation", show_default=True,
     help="A shipped profile's name or a profile file.",
 )  # fmt: skip
+
+
+def count(*, at_least: int = 1) -> click.IntRange:
+    """A number that a value of pagegen can count to."""
+    return click.IntRange(min=at_least, max=check.MAX_COUNT)
 
 
 class TargetType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
@@ -64,7 +69,7 @@ def spec_of(model: str | None) -> AttentionSpec | None:
 
 def layout_options(command: Command) -> Command:
     """`--block-size` and `--order`: read them back as `CacheLayout(block_size=..., order=...)`."""
-    size = click.option("--block-size", type=click.IntRange(min=1), required=True, help="Tokens a cache block.")
+    size = click.option("--block-size", type=count(), required=True, help="Tokens a cache block.")
     order = click.option("--order", type=click.Choice(ORDERS), default="NHD", show_default=True, help="Inside a block.")
     return size(order(command))
 

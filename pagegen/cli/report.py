@@ -13,7 +13,7 @@ import click
 
 import pagegen
 from pagegen.cli import output
-from pagegen.cli.options import TargetType, spec_of, url_option
+from pagegen.cli.options import TargetType, count, spec_of, url_option
 from pagegen.spec import Target
 
 if TYPE_CHECKING:
@@ -49,10 +49,8 @@ td, th {{ padding: 0.1rem 0.7rem 0.1rem 0; text-align: left; }}
 )
 @click.option("--model", help="Only this model's attention.")
 @click.option("--target", type=TargetType(), help="Only this target.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), default=5000, show_default=True, help="Draw the newest so many trials."
-)
-@click.option("--specs", type=click.IntRange(min=1), default=8, show_default=True, help="Block sizes of so many specs.")
+@click.option("--limit", type=count(), default=5000, show_default=True, help="Draw the newest so many trials.")
+@click.option("--specs", type=count(), default=8, show_default=True, help="Block sizes of so many specs.")
 @url_option
 @output.json_option
 def command(
@@ -64,13 +62,15 @@ def command(
     spec = spec_of(model)
     from pagegen.cli.report_data import gather
     from pagegen.db import open_db
+    from pagegen.db.files import whole_file
 
     with output.plain_failures():
         with open_db(url, read_only=True) as db:
             found = gather(db, spec=spec, target=target, limit=limit, max_specs=specs)
         if not found.trials:
             raise output.Failure(f"nothing to draw: {found.database} has no such trials; run pagegen tune")
-        path.write_text(page(found), encoding="utf-8")
+        with whole_file(path) as file:
+            file.write(page(found))
     document = {"path": str(path), **asdict(found)}
     output.show(document, as_json, lambda: f"{found.shown_trials} trials drawn in {path}")
 

@@ -121,12 +121,18 @@ def _regret(portfolios: Iterable[Portfolio]) -> list[dict[str, Any]]:
         seen.add(key)
         for batches in CLASSES:
             decision = p.rule.evidence.get(batches)
-            if isinstance(decision, dict) and isinstance(decision.get("regret"), (int, float)):
+            if not isinstance(decision, dict):
+                continue
+            regret, speedup = (_number(decision.get(name)) for name in ("regret", "speedup"))
+            if regret is not None and speedup is not None:
                 label = f"{p.layout.block_size} {p.layout.order}, {batches}, {p.device.name}: {spec_name(p.spec)}"
-                found.append(
-                    {"what": label, "regret": float(decision["regret"]), "speedup": float(decision.get("speedup", 1.0))}
-                )
+                found.append({"what": label, "regret": regret, "speedup": speedup})
     return found
+
+
+def _number(value: Any) -> float | None:
+    """A figure of stored evidence, which may be anything; None where it is no number."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else None
 
 
 def _history(trials: list[Measurement]) -> list[dict[str, Any]]:

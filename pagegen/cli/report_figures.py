@@ -11,7 +11,12 @@ from matplotlib.figure import Figure
 COLOURS = ("#1f5f8b", "#d1762b", "#3b8c4a", "#9b3d6e", "#6b6b6b", "#b59b00", "#2aa4a4", "#7a55c7")
 SHOWN_LINES = 8
 SHOWN_BARS = 24
-STYLE = {"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+# Names hold dollar signs, which begin a formula to matplotlib.
+STYLE = {
+    "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
+    "text.parse_math": False,
+}  # fmt: skip
+_plain_text = matplotlib.rc_context({"text.parse_math": False})  # which a text takes when it is made
 
 
 def svg(figure: Figure, name: str) -> str:
@@ -24,6 +29,7 @@ def svg(figure: Figure, name: str) -> str:
     return text[text.index("<svg") :]
 
 
+@_plain_text
 def block_sizes(entry: dict[str, Any]) -> str:
     """Step time, waste and tokens/s over the block sizes of one spec and profile."""
     figure = Figure(figsize=(9, 2.6))
@@ -56,6 +62,7 @@ def block_sizes(entry: dict[str, Any]) -> str:
     return svg(figure, f"block {entry['spec']} {entry['device']} {entry['profile']}")
 
 
+@_plain_text
 def roofline(entry: dict[str, Any]) -> str:
     """A device's trials below its roofs."""
     figure = Figure(figsize=(5.5, 3.2))
@@ -80,6 +87,7 @@ def roofline(entry: dict[str, Any]) -> str:
     return svg(figure, f"roofline {entry['device']}")
 
 
+@_plain_text
 def regret(entries: list[dict[str, Any]]) -> str:
     """What each portfolio's choices lose against the best variant a batch, and gain over the default."""
     shown = sorted(entries, key=lambda e: -e["regret"])[:SHOWN_BARS][::-1]
@@ -95,6 +103,7 @@ def regret(entries: list[dict[str, Any]]) -> str:
     return svg(figure, "regret")
 
 
+@_plain_text
 def history(entries: list[dict[str, Any]]) -> str:
     """The best time so far over the roofline, by trials."""
     figure = Figure(figsize=(9, 3.2))
@@ -111,6 +120,7 @@ def history(entries: list[dict[str, Any]]) -> str:
     return svg(figure, "history")
 
 
+@_plain_text
 def devices(entries: list[dict[str, Any]]) -> str:
     """The best of each device on the same batches."""
     shown = entries[:SHOWN_BARS][::-1]

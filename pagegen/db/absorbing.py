@@ -13,7 +13,7 @@ from pagegen.db import codec, conflicts, keys, schema
 from pagegen.db.bulk import FIELDS, PARENTS, Shared, TrialBatch, number_all
 from pagegen.db.queries import UNDECODABLE, Portfolio
 from pagegen.db.rows import Writer
-from pagegen.spec import CompileFacts, Prediction
+from pagegen.spec import CompileFacts, Prediction, check
 from pagegen.spec.result import COMPILE_COUNTS
 
 Record = dict[str, Any]
@@ -56,12 +56,15 @@ class Absorber:
         }
 
     def take(self, name: str, record: Any) -> None:
-        """Adds a record, or notes why not under its name."""
+        """Adds a record, or notes why not under its name. A record is read to the end before anything of it is written,
+        and batches are written outside of its judgement: what is wrong with one costs no other."""
         try:
             self._take(name, record)
         except UNDECODABLE as error:
             what = f"it has no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
             self.malformed.append(f"{name}: {what}")
+        if self.trials.is_full:
+            self.trials.flush()
 
     def report(self) -> TransferReport:
         """What came of it all, when the last record was taken."""
@@ -79,45 +82,54 @@ class Absorber:
     def _take(self, name: str, record: Any) -> None:
         if isinstance(record, ValueError):  # what another format's reader found wrong
             raise record
-        if not isinstance(record, dict) or "record" not in record:
-            raise ValueError('a record must be a JSON object with a field "record"')
-        kind = record["record"]
-        if record.get("v") != keys.VERSION:
-            raise ValueError(f"a record must have version {keys.VERSION}, got {record.get('v')!r}")
-        if isinstance(kind, str) and kind in self._readers:
+        if not isinstance(record, dict) or not isinstance(record.get("record"), str):
+            raise ValueError('a record must be a JSON object with a field "record", which is text')
+        kind, version = record["record"], record.get("v")
+        if version != keys.VERSION or isinstance(version, bool):
+            raise ValueError(f"a record must have version {keys.VERSION}, got {version!r}")
+        if kind in self._readers:
             self._readers[kind](name, record)
-        elif isinstance(kind, str) and kind in codec.SHARED:
+        elif kind in codec.SHARED:
             self._define(name, kind, record)
         else:
-            self.writer.add_extra(str(kind), "", "", record)
+            self.writer.add_extra(kind, "", "", record)
             self.ignored.append(f"{name}: unknown record {kind!r}")
 
-    def _keep(self, name: str, record: Record, owner: str, known: Iterable[str]) -> bool:
-        """Keeps the fields that this version does not know beside the row of that digest; False for none."""
-        unknown = sorted(set(record) - {*_HEAD, *known})
-        for field in unknown:
-            self.writer.add_extra(record["record"], owner, field, record[field])
+    @staticmethod
+    def _unknown(record: Record, known: Iterable[str]) -> Record:
+        """The fields that this version does not know. Raises ValueError for what cannot be kept."""
+        unknown = {field: record[field] for field in sorted(record.keys() - {*_HEAD, *known})}
+        for field, value in unknown.items():
+            check.json_value(check.shown(field), value)
+        return unknown
+
+    def _keep(self, name: str, kind: str, owner: str, unknown: Record) -> None:
+        """Keeps unknown fields beside the row of that digest."""
+        for field, value in unknown.items():
+            self.writer.add_extra(kind, owner, field, value)
         if unknown:
-            self.ignored.append(f"{name}: unknown field {', '.join(unknown)}")
-        return bool(unknown)
+            self.ignored.append(f"{name}: unknown field {', '.join(map(check.shown, unknown))}")
 
     def _define(self, name: str, kind: str, record: Record) -> None:
         how = codec.SHARED[kind]
+        unknown = self._unknown(record, ("id", *how.fields))
+        identity = check.text("id", record["id"], empty=False)
         value = how.decode(json.dumps({"v": record["v"], **{f: record[f] for f in how.fields}}))
-        known = self.known.get((kind, record["id"]))
+        known = self.known.get((kind, identity))
         if known is not None and known.value != value:
-            raise ValueError(f"{kind} {record['id']} is defined twice, differently")
+            raise ValueError(f"{kind} {identity} is defined twice, differently")
         shared = known or Shared(kind, value, how.row(value))
-        self.known[kind, record["id"]] = shared
-        if self._keep(name, record, shared.digest, ("id", *how.fields)):
+        self.known[kind, identity] = shared
+        if unknown:
             number_all(self.connection, (shared,))  # what is kept of it needs it
+            self._keep(name, kind, shared.digest, unknown)
         if kind == "profile":  # a profile stands for itself; the others come with what names them
             self._count(self.writer.add_profile(value))
 
     def _named(self, kind: str, record: Record) -> Shared:
         found = self.known.get((kind, record[kind]))
         if found is None:
-            raise ValueError(f"it names {kind} {record[kind]}, which no record before it defines")
+            raise ValueError(f"it names {kind} {check.shown(record[kind])}, which no record before it defines")
         return found
 
     def _trial(self, name: str, record: Record) -> None:
@@ -126,15 +138,17 @@ class Absorber:
             parents = tuple([known[kind, record[kind]] for kind in PARENTS])
         except KeyError:
             parents = tuple(self._named(kind, record) for kind in PARENTS)  # says which it is
+        unknown = {} if record.keys() <= _TRIAL else self._unknown(record, (*PARENTS, *FIELDS))
         digest = self.trials.add(record, parents)
-        if not record.keys() <= _TRIAL:
-            self._keep(name, record, digest, (*PARENTS, *FIELDS))
+        if unknown:
+            self._keep(name, "trial", digest, unknown)
 
     def _parents(self, table: sa.Table, record: Record) -> dict[str, Shared]:
         return {kind: self._named(kind, record) for kind in schema.parents(table)}
 
     def _portfolio(self, name: str, record: Record) -> None:
         parents = self._parents(schema.portfolios, record)
+        unknown = self._unknown(record, (*parents, "rule", "created_at"))
         kernel, device = parents["kernel"], parents["device"]
         spec, layout, target, code_hash = kernel.value
         portfolio = Portfolio(
@@ -145,31 +159,32 @@ class Absorber:
         self._count(self.writer.add_portfolio(portfolio))
         number_all(self.connection, (kernel, device))
         self._portfolios.add((kernel.id or 0, device.id or 0))
-        digest = codec.portfolio_row(portfolio, _digests(parents))["digest"]
-        self._keep(name, record, digest, (*parents, "rule", "created_at"))
+        self._keep(name, "portfolio", codec.portfolio_row(portfolio, _digests(parents))["digest"], unknown)
 
     def _facts(self, name: str, record: Record) -> None:
         parents = self._parents(schema.compile_facts, record)
         spec, layout, target, code_hash = parents["kernel"].value
         fields = ("form", *COMPILE_COUNTS, "loop", "created_at")
+        unknown = self._unknown(record, (*parents, *fields))
         facts = CompileFacts(
             spec=spec, layout=layout, target=target, code_hash=code_hash, variant=parents["variant"].value,
             environment=dict(parents["environment"].value), **{field: record[field] for field in fields},
         )  # fmt: skip
         self._count(self.writer.add_facts(facts))
-        self._keep(name, record, codec.facts_row(facts, _digests(parents))["digest"], (*parents, *fields))
+        self._keep(name, "compile_facts", codec.facts_row(facts, _digests(parents))["digest"], unknown)
 
     def _prediction(self, name: str, record: Record) -> None:
         parents = self._parents(schema.predictions, record)
         spec, layout, _, code_hash = parents["kernel"].value
         fields = ("predicted_us", "model", "created_at")
+        unknown = self._unknown(record, (*parents, *fields))
         prediction = Prediction(
             spec=spec, layout=layout, code_hash=code_hash, device=parents["device"].value,
             variant=parents["variant"].value, workload=parents["workload"].value,
             **{field: record[field] for field in fields},
         )  # fmt: skip
         self._count(self.writer.add_prediction(prediction))
-        self._keep(name, record, codec.prediction_row(prediction, _digests(parents))["digest"], (*parents, *fields))
+        self._keep(name, "prediction", codec.prediction_row(prediction, _digests(parents))["digest"], unknown)
 
     def _count(self, added: bool) -> None:
         self.added += added

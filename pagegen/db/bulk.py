@@ -6,7 +6,6 @@ writes is what `rows.Writer` writes: `tests/db/test_bulk.py` compares them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -17,7 +16,8 @@ import sqlalchemy as sa
 
 from pagegen.db import codec, keys, schema
 from pagegen.db.plausible import Bounds, absurdities, bounds
-from pagegen.spec import Status
+from pagegen.spec import Status, Target, check
+from pagegen.spec.result import REGIMES
 
 # Rows a statement: larger ones gain nothing, and a look-up of as many keys stays under SQLite's 32,766 parameters.
 BATCH = 4000
@@ -26,6 +26,7 @@ FIELDS = ("regime", "status", "samples_us", "max_error", "detail", "created_at")
 STATUSES = frozenset(status.value for status in Status)
 _OK = Status.OK.value
 _NUMBERS = {float, int}
+_FAR = 1e300  # what a float holds of integers, and far more than any time
 _COLUMNS = ("digest", "key", "regime", "status", "median_us", "samples_us", "max_error", "detail", "created_at")
 
 
@@ -66,6 +67,7 @@ class TrialBatch:
         regime, status, detail, created_at = record["regime"], record["status"], record["detail"], record["created_at"]
         detail = codec.storable(detail) if detail else ""
         kernel, device, environment, variant, workload = parents
+        _check_parents(kernel, device, variant)
         median_us = None
         if samples:
             ordered = sorted(samples)
@@ -92,9 +94,12 @@ class TrialBatch:
         ).hexdigest()
         self._rows.append((digest, key, regime, status, median_us, texts, error, detail, created_at))
         self._parents.append(parents)
-        if len(self._rows) >= BATCH:
-            self.flush()
         return digest
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a batch is waiting, which is for `flush`."""
+        return len(self._rows) >= BATCH
 
     def flush(self) -> None:
         """Writes what is waiting."""
@@ -171,18 +176,19 @@ def insert_new(
 def _checked(record: Mapping[str, Any]) -> tuple[list[float], str | None]:
     """A trial's samples and largest error as they are stored, when all of its own fields are as they must be."""
     status, samples, error = record["status"], record["samples_us"], record["max_error"]
-    if status not in STATUSES:
+    if not isinstance(status, str) or status not in STATUSES:
         raise ValueError(f"status must be one of {', '.join(sorted(STATUSES))}, got {status!r}")
     if not isinstance(samples, list):
         raise TypeError(f"samples_us must be a list, got {type(samples).__name__}")
-    if samples and not ({*map(type, samples)} <= _NUMBERS and min(samples) > 0 and sum(samples) < math.inf):
+    if samples and not ({*map(type, samples)} <= _NUMBERS and min(samples) > 0 and sum(samples) < _FAR):
         _refuse_samples(samples)
     if bool(samples) != (status == _OK):
         expected = "at least one sample" if status == _OK else "no samples"
         raise ValueError(f"samples_us must have {expected} for a trial that ended {status}, got {len(samples)}")
-    for name in ("regime", "detail", "created_at"):
-        if not isinstance(record[name], str):
-            raise TypeError(f"{name} must be text, got {type(record[name]).__name__} {record[name]!r}")
+    if record["regime"] not in REGIMES:
+        check.one_of("regime", record["regime"], REGIMES)
+    check.instance("detail", record["detail"], str)
+    check.timestamp("created_at", record["created_at"])
     if error is not None:
         if not isinstance(error, str):
             raise TypeError(f"max_error must be text, got {type(error).__name__} {error!r}")
@@ -190,10 +196,19 @@ def _checked(record: Mapping[str, Any]) -> tuple[list[float], str | None]:
     return list(map(float, samples)), error
 
 
+def _check_parents(kernel: Shared, device: Shared, variant: Shared) -> None:
+    """As a `Measurement` judges them."""
+    target: Target = kernel.value[2]
+    if device.value.target != target:
+        raise ValueError(f"device must be of the target {target}, got one of {device.value.target}")
+    if variant.value.family != target.family:
+        raise ValueError(f"variant must be of the family {target.family} for {target}, got {variant.value.name}")
+
+
 def _refuse_samples(samples: list[Any]) -> None:
     """Raises for the first sample that is none; a NaN is not below infinity, nor is its sum."""
     for us in samples:
         if isinstance(us, bool) or not isinstance(us, (int, float)):
             raise TypeError(f"samples_us must be a number, got {type(us).__name__} {us!r}")
-        if not 0 < us < math.inf:
+        if not 0 < us < _FAR:
             raise ValueError(f"samples_us must be positive and finite for an ok trial, got {us!r}")

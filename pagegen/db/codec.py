@@ -23,6 +23,7 @@ from pagegen.spec import (
     Target,
     Variant,
     Workload,
+    check,
 )
 from pagegen.spec.result import COMPILE_COUNTS
 
@@ -36,19 +37,17 @@ _DEVICE_COLUMNS = (*keys.DEVICE_FLOATS, *_DEVICE_COUNTS, "name", "target", "part
 
 
 def _row(fields: Mapping[str, Any], **named: Any) -> Row:
-    """A row of named columns beside the data and its digest. Raises OverflowError for integers no database holds."""
+    """A row of named columns beside the data and its digest."""
     text = keys.canonical(fields)
     columns = {name: storable(value) if isinstance(value, str) else value for name, value in named.items()}
-    for name, value in columns.items():
-        limit = 2**63 if name == "total_context" else 2**31
-        if isinstance(value, int) and not -limit <= value < limit:
-            raise OverflowError(f"{name} must be under 2^{limit.bit_length() - 1}, got {value}")
     return {"digest": keys.digest(text), "data": text, **columns}
 
 
 @functools.lru_cache(maxsize=1024)
 def kernel_row(spec: AttentionSpec, layout: CacheLayout, target: Target, code_hash: str) -> Row:
-    """The row of `kernels`: everything that decides which code runs, but for the variant."""
+    """The row of `kernels`: everything that decides which code runs, but for the variant. Two orders that are the same
+    bytes are one kernel."""
+    layout = layout.canonical(spec.num_kv_heads)
     plain = spec.to_dict()
     named = {key: int(value) if isinstance(value, bool) else value for key, value in plain.items()}
     named |= {"block_size": layout.block_size, "block_order": layout.order}
@@ -144,7 +143,7 @@ def trial_row(measurement: Measurement, parents: Mapping[str, str]) -> Row:
 def portfolio_row(portfolio: Portfolio, parents: Mapping[str, str]) -> Row:
     """The row of `portfolios`, without its references."""
     rule, fields = portfolio.rule.to_dict(), {"created_at": portfolio.created_at}
-    kind = storable(str(portfolio.rule.evidence.get("kind", "")))
+    kind = portfolio.rule.evidence.get("kind") or ""
     digest = keys.digest(keys.canonical({"rule": rule, **fields, **parents}))
     return {**fields, "digest": digest, "rule": _compact(rule), "kind": kind}
 
@@ -160,17 +159,17 @@ def prediction_row(prediction: Prediction, parents: Mapping[str, str]) -> Row:
     """The row of `predictions`, without its references."""
     fields = {
         "predicted_us": float(prediction.predicted_us),
-        "model": storable(prediction.model),
+        "model": prediction.model,
         "created_at": prediction.created_at,
     }
     return {**fields, "digest": keys.digest(keys.canonical({**fields, **parents}))}
 
 
 def extra_row(record: str, owner: str, field: str, value: Any) -> Row:
-    """The row of `extras`. Raises ValueError for a value that is not JSON."""
-    named = {"record": storable(record), "owner": owner, "field": storable(field)}
-    text = _compact(value)
-    return {**named, "digest": keys.digest(keys.canonical({**named, "value": text})), "value": text}
+    """The row of `extras`. Raises ValueError or TypeError for a value that is not JSON."""
+    check.json_value(check.shown(field) or "a record", value)
+    named = {"record": storable(record), "owner": owner, "field": storable(field), "value": _compact(value)}
+    return {**named, "digest": keys.digest(keys.canonical(named))}
 
 
 def _compact(value: Any) -> str:
@@ -183,26 +182,20 @@ def kernel_from(data: str) -> tuple[AttentionSpec, CacheLayout, Target, str]:
     fields = keys.fields_of(data)
     return (
         AttentionSpec.from_dict(fields["spec"]),
-        CacheLayout(**fields["layout"]),
+        CacheLayout.from_dict(fields["layout"]),
         Target.parse(fields["target"]),
-        _text("code_hash", fields["code_hash"]),
+        check.text("code_hash", fields["code_hash"], printable=False),
     )
 
 
 def device_from(data: str) -> Device:
     """The inverse of `device_row`. Raises ValueError, TypeError or KeyError for what is no device."""
-    fields = keys.fields_of(data)["device"]
-    for name, value in fields.items():
-        if name in ("name", "partition"):
-            _text(name, value)
-        elif name not in ("target", "features"):
-            _number(name, value)
-    return Device.from_dict(fields)
+    return Device.from_dict(keys.fields_of(data)["device"])
 
 
 def environment_from(data: str) -> dict[str, str]:
     """The inverse of `environment_row`."""
-    return {_text("environment", k): _text(k, v) for k, v in keys.fields_of(data)["environment"].items()}
+    return check.texts("environment", keys.fields_of(data)["environment"])
 
 
 def variant_from(data: str) -> Variant:
@@ -250,18 +243,6 @@ def parent_rows(value: Measurement | Portfolio | CompileFacts | Prediction, kind
     return {kind: SHARED[kind].row(kernel if kind == "kernel" else getattr(value, kind)) for kind in kinds}
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be text, got {type(value).__name__} {value!r}")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
-    return float(value)
-
-
 def trial_from(
     fields: Mapping[str, Any],
     kernel: tuple[AttentionSpec, CacheLayout, Target, str],
@@ -272,8 +253,6 @@ def trial_from(
 ) -> Measurement:
     """The inverse of `trial_fields`. Raises ValueError, TypeError or KeyError for what is no trial."""
     spec, layout, target, code_hash = kernel
-    if not isinstance(fields["samples_us"], list):
-        raise TypeError(f"samples_us must be a list, got {type(fields['samples_us']).__name__}")
     return Measurement(
         spec=spec,
         layout=layout,
@@ -282,11 +261,11 @@ def trial_from(
         variant=variant,
         workload=workload,
         status=Status(fields["status"]),
-        samples_us=tuple(_number("samples_us", us) for us in fields["samples_us"]),
-        regime=_text("regime", fields["regime"]),
-        max_error=None if fields["max_error"] is None else float(_text("max_error", fields["max_error"])),
-        detail=_text("detail", fields["detail"]),
+        samples_us=fields["samples_us"],
+        regime=fields["regime"],
+        max_error=None if fields["max_error"] is None else float(check.text("max_error", fields["max_error"])),
+        detail=fields["detail"],
         code_hash=code_hash,
         environment=dict(environment),
-        created_at=_text("created_at", fields["created_at"]),
+        created_at=fields["created_at"],
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from pagegen.db.order import by_code_point
 from pagegen.db.queries import UNDECODABLE, joined
 from pagegen.db.schema import devices, kernels, portfolios, trials, variants, workloads
 from pagegen.spec import DispatchRule, Status
@@ -40,7 +41,7 @@ def trial_conflicts(connection: sa.Connection, keys: Collection[str] | None = No
             workloads.c.total_context, kernels.c.block_size, kernels.c.block_order,
         )
         .select_from(joined(trials, ("variant", "device", "workload", "kernel")))
-        .order_by(trials.c.key, trials.c.created_at, trials.c.digest)
+        .order_by(trials.c.key, by_code_point(trials.c.created_at), trials.c.digest)
     )  # fmt: skip
     found: dict[str, list[Any]] = defaultdict(list)
     for chunk in _contradicting(connection, keys):
@@ -98,7 +99,7 @@ def portfolio_conflicts(connection: sa.Connection, pairs: Collection[tuple[int, 
             devices.c.name.label("device"), kernels.c.block_size, kernels.c.block_order, kernels.c.target,
         )
         .select_from(joined(portfolios, ("device", "kernel")))
-        .order_by(kernels.c.digest, devices.c.digest, portfolios.c.created_at, portfolios.c.digest)
+        .order_by(kernels.c.digest, devices.c.digest, by_code_point(portfolios.c.created_at), portfolios.c.digest)
     )  # fmt: skip
     if pairs is not None:
         statement = statement.where(portfolios.c.kernel_id.in_({kernel for kernel, _ in pairs}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from pagegen import settings
-from pagegen.db import plausible, soundness, sqlite, t4, transfer, upkeep
+from pagegen.db import dates, plausible, soundness, sources, sqlite, transfer, upkeep
 from pagegen.db import shipped as shipped_records
+from pagegen.db.absent import Absent
 from pagegen.db.absorbing import TransferReport
-from pagegen.db.engine import Store, sqlite_path
+from pagegen.db.engine import Store
 from pagegen.db.errors import DamagedDatabase, DatabaseError, MissingDatabase
+from pagegen.db.places import place_of
 from pagegen.db.queries import Portfolio
 from pagegen.db.reader import Reader
 from pagegen.db.rows import Writer
@@ -59,6 +61,11 @@ class Database(Reader):
         """Whether writing raises: reading was asked for, or the file or its folder cannot be written."""
         return self.store.read_only
 
+    @property
+    def own(self) -> Reader:
+        """The user's own records alone, without what ships."""
+        return Reader(self.store)
+
     def close(self) -> None:
         """Releases what the database holds; using it again opens it again."""
         self.store.close()
@@ -86,6 +93,7 @@ class Database(Reader):
 
     def save_profile(self, profile: Profile) -> bool:
         """Stores a profile; False when the identical one is there already."""
+        check.instance("profile", profile, Profile)
         with self.atomic() as connection:
             return Writer(connection).add_profile(profile)
 
@@ -114,18 +122,27 @@ class Database(Reader):
     ) -> bool:
         """Stores the rule that tuning left for a kernel on a device. The newest one is used; older ones stay.
 
-        `created_at` is ISO 8601 in UTC, by default now. False when the newest is this very rule already.
+        `created_at` is ISO 8601 in UTC, by default now, or a minute after the newest where that is dated ahead of the
+        clock. False when the newest is this very rule already.
         """
+        check.instance("device", device, Device)
+        portfolio = Portfolio(
+            spec=spec, layout=layout, target=device.target, code_hash=code_hash, device=device, profile=profile,
+            rule=rule, created_at=dates.now() if created_at is None else created_at,
+        )  # fmt: skip
         with self.atomic() as connection:
-            own = Database(self.store)  # what ships may say the same, and is not the user's
-            kept = own.portfolios(spec=spec, layout=layout, target=device.target, code_hash=code_hash, device=device)
-            if created_at is None and kept and (kept[0].rule, kept[0].profile) == (rule, profile):
-                return False
-            now = created_at or datetime.now(timezone.utc).isoformat(timespec="microseconds")
-            portfolio = Portfolio(
-                spec=spec, layout=layout, target=device.target, code_hash=code_hash, device=device, profile=profile,
-                rule=rule, created_at=now,
-            )  # fmt: skip
+            if created_at is None:
+                kept = self.own.portfolios(
+                    spec=spec, layout=layout, target=device.target, code_hash=code_hash, device=device
+                )
+                if kept and (kept[0].rule, kept[0].profile) == (rule, profile):
+                    return False
+                if kept and dates.is_ahead(kept[0].created_at):
+                    portfolio = replace(portfolio, created_at=dates.after(kept[0].created_at))
+                    log.warning(
+                        "the newest portfolio of %s is dated %s, ahead of the clock: this one is dated %s",
+                        self.name, kept[0].created_at, portfolio.created_at,
+                    )  # fmt: skip
             return Writer(connection).add_portfolio(portfolio)
 
     # --- asking ---------------------------------------------------------------------------------------------
@@ -168,11 +185,12 @@ class Database(Reader):
             if other.store.path is not None and other.store.path == self.store.path:
                 return TransferReport()
             return transfer.absorb(self.store, transfer.records(other.store))
-        with open_db(str(other), read_only=True) as opened:
+        with open_db(other, read_only=True, shipped=False) as opened:
             return self.merge(opened)
 
     def export(self, path: str | Path) -> int:
-        """Writes everything as JSONL that diffs well, and returns the number of lines."""
+        """Writes everything as JSONL that diffs well, and returns the number of lines. Raises ValueError where a
+        database lies at `path`."""
         return transfer.export(self.store, Path(path))
 
     def import_(self, path: str | Path) -> TransferReport:
@@ -181,8 +199,7 @@ class Database(Reader):
 
         Raises FileNotFoundError or another OSError where the file cannot be read, ValueError for T4 results of another
         tuner's kernels."""
-        found = t4.named_records(Path(path)) if t4.is_t4(Path(path)) else transfer.lines(Path(path))
-        return transfer.absorb(self.store, found)
+        return transfer.absorb(self.store, sources.named_records(Path(path)))
 
     def verify(self) -> list[str]:
         """What is wrong with the database, a sentence each: damaged pages, rows that cannot be read or do not match
@@ -193,8 +210,9 @@ class Database(Reader):
         """How much is there, JSON-ready."""
         return upkeep.stats(self.store)
 
-    def prune(self, *, target: Target, keep: Collection[str], dry_run: bool = False) -> dict[str, int]:
-        """Removes the trials and portfolios of a target's old code hashes; see `pagegen.db.upkeep.prune`."""
+    def prune(self, *, target: Target | str, keep: Collection[str], dry_run: bool = False) -> dict[str, int]:
+        """Removes the trials and portfolios of a target's old code hashes; see `pagegen.db.upkeep.prune`, which says
+        what it refuses."""
         return upkeep.prune(self.store, target=target, keep=keep, dry_run=dry_run)
 
 
@@ -203,27 +221,29 @@ def open_db(url: str | Path | None = None, *, read_only: bool = False, shipped: 
 
     `url` is a path, a sqlite:// or a postgresql:// URL, by default `PAGEGEN_DB` or a file in the user's data folder.
     With `read_only`, and where the file or its folder cannot be written, it is opened for reading. The records that
-    ship with pagegen lie under it: questions see both, all else is about the user's own. `shipped=False` leaves them.
+    ship with pagegen lie under it: questions see both, all else is about the user's own, and raises MissingDatabase
+    where that is not there. `shipped=False` leaves them.
 
-    A damaged file that pagegen made, or at the default place, is set aside when it is opened for writing, which is
-    logged, and a new one begins. Raises ValueError for a URL that names no database, MissingDatabase (when reading),
+    A damaged file that pagegen made, or in the user's data folder under pagegen's own name, is set aside when it is
+    opened for writing, which is logged, and a new one begins. Raises TypeError for what is no path or URL, BadPlace (a
+    ValueError) for one that names no database, MissingDatabase (when reading),
     DamagedDatabase or ForeignDatabase for garbage or another program's file, OlderSchema (when reading), NewerSchema,
     or another DatabaseError; each names the place and what to do.
     """
-    place = str(settings.database_url() if url is None else url)
-    under = shipped_records.store() if shipped else None
+    place = settings.database_url() if url is None else url
+    under = shipped_records.store if shipped else None
     try:
         return Database(Store(place, read_only=read_only), under)
-    except MissingDatabase:
-        if under is None or not read_only:
+    except MissingDatabase as error:
+        if not read_only or under is None or under() is None:
             raise
-        return Database(under)
+        return Database(Absent(place, error), under)
     except DamagedDatabase as error:
-        path = sqlite_path(place)
+        path = place_of(place).path
         if read_only or path is None:
             raise
         with sqlite.alone(path):
-            aside = _set_aside(path, error, expected=url is None)
+            aside = _set_aside(path, error, expected=place == settings.own_database())
         if aside is not None:
             log.warning("%s; it is now %s, and a new database begins", error, aside)
         return Database(Store(place), under)

@@ -15,14 +15,14 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from pagegen.db import filesystem, forks, migrations, sqlite
+from pagegen.db import filesystem, forks, migrations, places, sqlite
 from pagegen.db.errors import (
     ELSEWHERE,
     REMEDY,
@@ -34,6 +34,7 @@ from pagegen.db.errors import (
     OlderSchema,
     ReadOnlyDatabase,
 )
+from pagegen.db.held import Held, current_task
 from pagegen.db.schema import APPLICATION_ID, SCHEMA_VERSION, metadata, schema_info
 
 log = logging.getLogger(__name__)
@@ -47,29 +48,27 @@ _BUSY = ("locked", "lock timeout")
 class Store:
     """One database: its place, and transactions on it."""
 
-    def __init__(self, url: str, *, read_only: bool = False) -> None:
-        self.path = sqlite_path(url)
-        self.name = str(self.path) if self.path is not None else masked(url)
-        self.read_only = read_only or (self.path is not None and sqlite.cannot_write(self.path))
+    def __init__(self, url: str | os.PathLike[str], *, read_only: bool = False) -> None:
+        place = places.place_of(url)
+        self.path, self.name, self.read_only = place.path, place.name, read_only
         self._active = threading.local()
         self._keeper: sqlite3.Connection | None = None
-        self._keeper_lock = threading.Lock()
         forks.watch(self)
-        self._engine = self._server(url) if self.path is None else self._file(self.path)
+        if place.path is not None:
+            self._engine = self._file(place.path)
+        elif place.url is not None:
+            self._engine = self._server(place.url)
         try:
             self._prepare()
         except DatabaseError:
             self._engine.dispose()
             raise
 
-    def _server(self, url: str) -> sa.Engine:
-        parsed = sa.engine.make_url(url)
-        if parsed.drivername == "postgresql":  # whatever this SQLAlchemy's default driver is
-            parsed = parsed.set(drivername="postgresql+psycopg")
-        if "connect_timeout" not in parsed.query:
-            parsed = parsed.update_query_dict({"connect_timeout": str(CONNECT_TIMEOUT_S)})
+    def _server(self, url: sa.URL) -> sa.Engine:
+        if "connect_timeout" not in url.query:
+            url = url.update_query_dict({"connect_timeout": str(CONNECT_TIMEOUT_S)})
         try:
-            return sa.create_engine(parsed, poolclass=NullPool)
+            return sa.create_engine(url, poolclass=NullPool)
         except ModuleNotFoundError as error:
             raise DatabaseError(
                 f"{self.name} needs the module {error.name}: pip install 'pagegen-attention[postgres]'"
@@ -77,14 +76,17 @@ class Store:
 
     def _file(self, path: Path) -> sa.Engine:
         try:
+            self.read_only = self.read_only or sqlite.cannot_write(path)
             if self.read_only and not path.exists():
                 raise MissingDatabase(f"there is no tuning database at {path}: run pagegen tune, or {ELSEWHERE}")
             if not self.read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise ForeignDatabase(f"{path} is a folder, not a tuning database: name a file")
+            if path.exists() and not path.is_file():  # a pipe would be waited for
+                what = "folder" if path.is_dir() else "pipe or device"
+                raise ForeignDatabase(f"{path} is a {what}, not a tuning database: name a file")
         except OSError as error:
-            raise DatabaseError(f"{path} cannot hold a tuning database ({error}): {ELSEWHERE}") from error
+            why = error.strerror or type(error).__name__
+            raise DatabaseError(f"{self.name[:300]} cannot hold a tuning database ({why}): {ELSEWHERE}") from error
         connect = functools.partial(sqlite.connect, sqlite.uri(path, self.read_only))
         engine = sa.create_engine("sqlite://", creator=connect, poolclass=NullPool)
         sa.event.listen(engine, "begin", sqlite.on_begin)
@@ -159,9 +161,18 @@ class Store:
         if version != SCHEMA_VERSION or not set(metadata.tables) <= tables:
             raise DamagedDatabase(f"{self.name} has lost part of its tables: {REMEDY}")
 
-    def migrate(self, version: int) -> None:
-        """Leads the tables to another schema version, for an older pagegen. This store cannot use them any more."""
+    def migrate(self, version: int, *, lossy: bool = False) -> None:
+        """Leads the tables to another schema version, for an older pagegen. This store cannot use them any more.
+
+        Raises ValueError for a version that there is no way to, and, unless `lossy`, where rows have no place in it."""
         with self.writing() as connection:
+            lost = {} if lossy else migrations.losses(connection, version)
+            if lost:
+                told = ", ".join(f"{count} {table.replace('_', ' ')}" for table, count in lost.items())
+                raise ValueError(
+                    f"schema version {version} has no place for {told} of {self.name}: export them first, and let them "
+                    "go with --lossy"
+                )
             migrations.migrate(connection, version)
 
     # --- transactions -----------------------------------------------------------------------------------------
@@ -177,8 +188,7 @@ class Store:
                 f"{self.name} was opened for reading: its file or folder cannot be written, or reading was asked for; "
                 f"{ELSEWHERE}"
             )
-        self._keep_open()
-        with self._transaction(write=True) as connection:
+        with self._transaction(write=True, keep=True) as connection:
             yield connection
 
     @contextmanager
@@ -188,33 +198,49 @@ class Store:
             yield connection
 
     @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[sa.Connection]:
-        held = getattr(self._active, "held", None)
-        if held is not None and held[0] == os.getpid():  # never a parent's connection after a fork
-            yield held[1]
-            return
+    def _transaction(self, *, write: bool, keep: bool = False) -> Iterator[sa.Connection]:
+        held: Held | None = getattr(self._active, "held", None)
+        if held is not None and held.process == os.getpid():  # never a parent's connection after a fork
+            if held.task is current_task():
+                try:
+                    yield held.connection
+                except SQLAlchemyError as error:
+                    raise self._explained(error) from error
+                return
+            if write:  # waiting for it would be waiting for ever: it goes on when this returns
+                raise DatabaseError(
+                    f"{self.name} is being written by another task of this thread: await nothing inside atomic()"
+                )
         if write and self.path is not None and forks.is_lost(self.path):
             raise DatabaseError(
                 f"{self.name} cannot be written by this process, which was forked inside a transaction on it: fork "
                 "before or after, or start the process anew"
             )
         try:
-            with self._watched(), self._engine.connect() as connection:
+            with self._watched(keep), self._engine.connect() as connection:
                 connection = self._set_up(connection, write)
                 with connection.begin():
                     if write and self.path is None:
                         _queue(connection)
                     if write:
-                        self._active.held = (os.getpid(), connection)
+                        self._active.held = Held(os.getpid(), current_task(), connection)
                     try:
                         yield connection
                     finally:
-                        self._active.held = None
+                        if write:
+                            self._active.held = None
         except SQLAlchemyError as error:
             raise self._explained(error) from error
 
-    def _watched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.path is None else forks.transaction(self.path)
+    @contextmanager
+    def _watched(self, keep: bool) -> Iterator[None]:
+        if self.path is None:
+            yield
+            return
+        with forks.transaction(self.path):
+            if keep:
+                self._keep_open(self.path)
+            yield
 
     def _set_up(self, connection: sa.Connection, write: bool) -> sa.Connection:
         if self.path is not None:
@@ -243,12 +269,12 @@ class Store:
             return DatabaseError(f"{self.name} does not answer ({cause}): start or reach the server, or {ELSEWHERE}")
         return DatabaseError(f"{self.name} cannot be used ({cause}): check the place and the disk, or {REMEDY}")
 
-    def _keep_open(self) -> None:
-        if self.path is None or self._keeper is not None:
+    def _keep_open(self, path: Path) -> None:
+        if self._keeper is not None:
             return
-        with self._keeper_lock:
+        with forks.undisturbed():
             if self._keeper is None:
-                keeper = sqlite.connect(sqlite.uri(self.path, read_only=False), check_same_thread=False)
+                keeper = sqlite.connect(sqlite.uri(path, read_only=False), check_same_thread=False)
                 try:
                     # opens the file; connecting alone does not
                     keeper.execute("SELECT 1 FROM sqlite_master").fetchall()
@@ -259,7 +285,7 @@ class Store:
 
     def release(self) -> None:
         """Closes the idle connection."""
-        with self._keeper_lock:
+        with forks.undisturbed():
             if self._keeper is not None:
                 self._keeper.close()
                 self._keeper = None
@@ -275,32 +301,3 @@ def _queue(connection: sa.Connection) -> None:
     milliseconds = int(sqlite.BUSY_TIMEOUT_S * 1000)
     connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
     connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({APPLICATION_ID})")
-
-
-def sqlite_path(url: str) -> Path | None:
-    """The file of a SQLite database given as a path or a sqlite URL; None for a server's URL.
-
-    Raises ValueError for an in-memory database or a database that is neither SQLite nor PostgreSQL.
-    """
-    text = str(url)
-    if "://" not in text:
-        if text in ("", ":memory:"):
-            raise ValueError(f"url must be a path or a URL, got {text!r}: a tuning database lives in a file")
-        return Path(text).expanduser()
-    try:
-        parsed = sa.engine.make_url(text)
-    except (SQLAlchemyError, ValueError) as error:  # ValueError: a port that is no number
-        raise ValueError(f"url must be a path, sqlite:///PATH or postgresql://..., got {text!r}") from error
-    backend = parsed.get_backend_name()
-    if backend == "sqlite":
-        if parsed.database in (None, "", ":memory:"):
-            raise ValueError(f"url must name a file, got {text!r}: a tuning database lives in a file")
-        return Path(str(parsed.database)).expanduser()
-    if backend != "postgresql":
-        raise ValueError(f"url must be a path, sqlite:///PATH or postgresql://..., got {masked(text)!r}")
-    return None
-
-
-def masked(url: str) -> str:
-    """A URL without its password."""
-    return sa.engine.make_url(url).render_as_string(hide_password=True)

@@ -10,6 +10,10 @@ class DatabaseError(RuntimeError):
     """The database cannot do what was asked."""
 
 
+class BadPlace(DatabaseError, ValueError):
+    """A path or URL that names no database."""
+
+
 class MissingDatabase(DatabaseError):
     """There is no database at that place."""
 

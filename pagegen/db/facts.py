@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from pagegen.db import codec
+from pagegen.db.order import by_code_point
 from pagegen.db.queries import Decoder, joined, of_parents
 from pagegen.db.schema import compile_facts, predictions
 from pagegen.spec import CompileFacts, Prediction
@@ -16,12 +17,12 @@ from pagegen.spec.result import COMPILE_COUNTS
 FACTS = (
     sa.select(compile_facts, *of_parents(compile_facts, "data"))
     .select_from(joined(compile_facts))
-    .order_by(compile_facts.c.created_at, compile_facts.c.digest)
+    .order_by(by_code_point(compile_facts.c.created_at), compile_facts.c.digest)
 )
 PREDICTIONS = (
     sa.select(predictions, *of_parents(predictions, "data"))
     .select_from(joined(predictions))
-    .order_by(predictions.c.created_at, predictions.c.digest)
+    .order_by(by_code_point(predictions.c.created_at), predictions.c.digest)
 )
 
 

@@ -6,6 +6,7 @@ a first selection does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from pagegen.db import codec, keys
-from pagegen.db.queries import UNDECODABLE, Decoder
+from pagegen.db.order import by_code_point
+from pagegen.db.queries import UNDECODABLE, Decoder, Portfolio
 from pagegen.db.schema import devices, kernels, portfolios, profiles
-from pagegen.spec import AttentionSpec, CacheLayout, Device, DispatchRule, Profile, Target
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target
 
 if TYPE_CHECKING:
     from pagegen.db.database import Database
@@ -66,12 +68,13 @@ class Lead:
         return self.decoder.once(codec.device_from, self.row.device)
 
     @property
-    def rule(self) -> DispatchRule:
-        return self.decoder.once(codec.rule_from, self.row.rule)
-
-    @property
     def profile(self) -> Profile:
         return self.decoder.once(codec.profile_from, self.row.profile)
+
+    @functools.cached_property
+    def portfolio(self) -> Portfolio:
+        """All of it, judged as one."""
+        return self.decoder.portfolio(self.row)
 
     @property
     def place(self) -> str:
@@ -90,7 +93,7 @@ LEADS = (
     .join(portfolios, portfolios.c.kernel_id == kernels.c.id)
     .join(devices, portfolios.c.device_id == devices.c.id)
     .join(profiles, portfolios.c.profile_id == profiles.c.id)
-    .order_by(portfolios.c.created_at.desc(), portfolios.c.digest)
+    .order_by(by_code_point(portfolios.c.created_at).desc(), portfolios.c.digest)
 )  # fmt: skip
 
 OF_SPEC = LEADS.where(kernels.c.spec_digest == sa.bindparam("spec"))  # built once, as it is asked first of all

@@ -80,7 +80,9 @@ def refuse_absurd(measurement: Measurement) -> None:
 
 def _times(us: float, limits: Bounds) -> str:
     ratio = us / limits.roofline_us if limits.roofline_us else float("inf")
-    return f"{ratio:.2g} times" if ratio >= 1 else f"1/{1 / ratio:.2g} of"
+    if ratio >= 1:
+        return f"{ratio:.2g} times"
+    return f"1/{1 / ratio:.2g} of" if ratio > 1e-300 else "next to nothing of"  # 1 / 5e-324 is infinite
 
 
 def _guess(us: float, limits: Bounds) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from pagegen.db import codec, keys
+from pagegen.db.order import by_code_point
 from pagegen.db.schema import devices, kernels, parents, portfolios, profiles, trials, variants, workloads
 from pagegen.spec import (
     AttentionSpec,
@@ -22,16 +23,20 @@ from pagegen.spec import (
     Target,
     Variant,
     Workload,
+    check,
 )
 
 T = TypeVar("T")
 # What decoding a row raises when the row is not what this version writes.
-UNDECODABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+UNDECODABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
+# What a portfolio's rule may rest on; the other kinds of evidence are answers of a selection, and are not stored.
+KINDS = ("measured", "predicted", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Portfolio:
-    """A stored portfolio: the dispatch rule that tuning one profile on one device left for one kernel."""
+    """A stored portfolio: the dispatch rule that tuning one profile on one device left for one kernel, with the day or
+    time of it in UTC."""
 
     spec: AttentionSpec
     layout: CacheLayout
@@ -41,6 +46,25 @@ class Portfolio:
     profile: Profile
     rule: DispatchRule
     created_at: str
+
+    def __post_init__(self) -> None:
+        for name, kind in _PORTFOLIO.items():
+            check.instance(name, getattr(self, name), kind)
+        check.text("code_hash", self.code_hash, printable=False)
+        check.timestamp("created_at", self.created_at, empty=False)
+        if self.device.target != self.target:
+            raise ValueError(f"device must be of the target {self.target}, got one of {self.device.target}")
+        if self.rule.family != self.target.family:
+            raise ValueError(
+                f"rule must hold {self.target.family} variants for {self.target}, got {self.rule.variants[0].name}"
+            )
+        check.one_of("kind of the rule's evidence", self.rule.evidence.get("kind"), KINDS)
+
+
+_PORTFOLIO = {
+    "spec": AttentionSpec, "layout": CacheLayout, "target": Target, "device": Device, "profile": Profile,
+    "rule": DispatchRule,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +135,7 @@ TRIALS = (
         trials.c.samples_us, trials.c.max_error, trials.c.detail, trials.c.created_at, *of_parents(trials, "data"),
     )
     .select_from(joined(trials))
-    .order_by(trials.c.created_at, trials.c.digest)
+    .order_by(by_code_point(trials.c.created_at), trials.c.digest)
 )  # fmt: skip
 PORTFOLIOS = (
     sa.select(
@@ -119,9 +143,17 @@ PORTFOLIOS = (
         *of_parents(portfolios, "data"),
     )
     .select_from(joined(portfolios))
-    .order_by(portfolios.c.created_at.desc(), portfolios.c.digest)
+    .order_by(by_code_point(portfolios.c.created_at).desc(), portfolios.c.digest)
 )  # fmt: skip
-PROFILES = sa.select(profiles.c.id, profiles.c.digest, profiles.c.data).order_by(profiles.c.name, profiles.c.digest)
+PROFILES = sa.select(profiles.c.id, profiles.c.digest, profiles.c.data).order_by(
+    by_code_point(profiles.c.name), profiles.c.digest
+)
+
+
+_ASKED: dict[str, type] = {
+    "spec": AttentionSpec, "layout": CacheLayout, "device": Device, "variant": Variant, "workload": Workload,
+    "code_hash": str, "regime": str,
+}  # fmt: skip
 
 
 def narrowed(
@@ -137,7 +169,15 @@ def narrowed(
     status: Status | None = None,
     regime: str | None = None,
 ) -> sa.Select[Any]:
-    """The statement narrowed to what matches; None asks for any. What is asked about must be `joined` in it."""
+    """The statement narrowed to what matches; None asks for any. What is asked about must be `joined` in it. Raises
+    TypeError or ValueError for what is no such thing."""
+    target = None if target is None else Target.parse(target)
+    asked = {"spec": spec, "layout": layout, "device": device, "variant": variant}
+    for name, value in {**asked, "workload": workload, "code_hash": code_hash, "regime": regime}.items():
+        if value is not None:
+            check.instance(name, value, _ASKED[name])
+    if spec is not None and layout is not None:
+        layout = layout.canonical(spec.num_kv_heads)
     if spec is not None:
         statement = statement.where(kernels.c.spec_digest == keys.spec_digest(spec))
     if layout is not None:
@@ -145,7 +185,7 @@ def narrowed(
     if target is not None:
         statement = statement.where(kernels.c.target == str(target))
     if code_hash is not None:
-        statement = statement.where(kernels.c.code_hash == code_hash)
+        statement = statement.where(kernels.c.code_hash == codec.storable(code_hash))
     if device is not None:
         statement = statement.where(devices.c.identity == keys.device_identity(device))
     if variant is not None:
@@ -153,6 +193,7 @@ def narrowed(
     if workload is not None:
         statement = statement.where(workloads.c.digest == codec.workload_row(workload)["digest"])
     if status is not None:
+        check.one_of("status", status, Status)
         statement = statement.where(trials.c.status == Status(status).value)
     if regime is not None:
         statement = statement.where(trials.c.regime == regime)

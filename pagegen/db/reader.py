@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,8 +10,9 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from pagegen.db import codec, facts, queries, statements
+from pagegen.db.absent import Absent
 from pagegen.db.engine import Store
-from pagegen.db.queries import Decoder, Portfolio, Undecodable
+from pagegen.db.queries import UNDECODABLE, Decoder, Portfolio, Undecodable
 from pagegen.db.schema import devices, kernels, trials
 from pagegen.spec import (
     AttentionSpec,
@@ -34,9 +36,10 @@ T = TypeVar("T")
 class Reader:
     """The questions to a database: its own store, and what lies under it."""
 
-    def __init__(self, store: Store, under: Store | None = None) -> None:
+    def __init__(self, store: Store, under: Callable[[], Store | None] | None = None) -> None:
         self.store = store
         self._under = under
+        self._layer = None if under is None else under()
 
     @property
     def name(self) -> str:
@@ -45,8 +48,14 @@ class Reader:
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """What questions read: the user's own first, then the records that ship with pagegen, where there are any."""
-        return (self.store,) if self._under is None else (self.store, self._under)
+        """What questions read: the user's own where it is there, then the records that ship with pagegen, where there
+        are any."""
+        if self._under is None or self._layer is None:
+            return (self.store,)
+        if self._layer.path is not None and not self._layer.path.exists():  # somebody emptied the cache
+            self._layer = self._under()
+        own = () if isinstance(self.store, Absent) else (self.store,)
+        return own if self._layer is None else (*own, self._layer)
 
     def trials(
         self,
@@ -151,23 +160,31 @@ class Reader:
         for store in self.stores:
             with store.reading() as connection:
                 found |= {(row.block_size, row.block_order) for row in connection.execute(statement)}
-        return [CacheLayout(block_size=size, order=order) for size, order in sorted(found)]
+        layouts = []
+        for size, order in found:
+            with contextlib.suppress(*UNDECODABLE):  # `verify` names it
+                layouts.append(CacheLayout(block_size=size, order=order))
+        return sorted(layouts, key=lambda layout: (layout.block_size, layout.order))
 
     def measured_devices(self, spec: AttentionSpec, target: Target, code_hash: str) -> list[Device]:
-        """The devices with ok trials for this spec, target and code, each once by identity, most trials first."""
+        """The devices with ok trials for this spec, target and code, each once by identity (as most of its trials have
+        it), most trials first. Depends on the content alone."""
         statement = (
-            sa.select(devices.c.id, devices.c.identity, devices.c.data, sa.func.count().label("count"))
+            sa.select(
+                devices.c.id, devices.c.identity, devices.c.digest, devices.c.data, sa.func.count().label("count")
+            )
             .join_from(trials, devices)
             .join(kernels, trials.c.kernel_id == kernels.c.id)
             .where(trials.c.status == Status.OK.value)
-            .group_by(devices.c.id, devices.c.identity, devices.c.data)
+            .group_by(devices.c.id, devices.c.identity, devices.c.digest, devices.c.data)
         )
         statement = queries.narrowed(statement, spec=spec, target=target, code_hash=code_hash)
         found = self._rows(
-            statement, "device", lambda row: (row.identity, row.count, codec.device_from(row.data)), once=False
-        )
+            statement, "device", lambda row: (row.identity, (row.count, row.digest), codec.device_from(row.data)),
+            once=False,
+        )  # fmt: skip
         counts: dict[str, int] = {}
-        for identity, count, _ in found:
+        for identity, (count, _), _ in found:
             counts[identity] = counts.get(identity, 0) + count
         best = {identity: device for identity, _, device in sorted(found, key=lambda f: f[1])}
         return [best[identity] for identity in sorted(counts, key=lambda i: (-counts[i], i))]

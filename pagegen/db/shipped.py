@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from pagegen import paths, settings
-from pagegen.db import sqlite, transfer
+from pagegen.db import sources, sqlite, transfer
 from pagegen.db.engine import Store
 from pagegen.db.errors import DatabaseError
 from pagegen.db.schema import SCHEMA_VERSION
@@ -33,7 +33,14 @@ def files() -> tuple[Path, ...]:
 def store() -> Store | None:
     """The shipped records, opened for reading; None where none ship or they cannot be read, which is logged."""
     found = files()
-    return _opened(found, tuple(_stamp(path) for path in found)) if found else None
+    if not found:
+        return None
+    stamps = tuple(_stamp(path) for path in found)
+    opened = _opened(found, stamps)
+    if opened is not None and opened.path is not None and not opened.path.exists():  # the cache was emptied meanwhile
+        _opened.cache_clear()
+        opened = _opened(found, stamps)
+    return opened
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -78,7 +85,7 @@ def _build(found: tuple[Path, ...], place: Path) -> None:
     try:
         made = Store(scratch)
         for path in found:
-            report = transfer.absorb(made, transfer.lines(path))
+            report = transfer.absorb(made, sources.named_records(path))
             for problem in report.malformed:
                 log.warning("shipped records %s: %s", path.name, problem)
         made.close()

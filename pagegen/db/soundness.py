@@ -9,7 +9,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from pagegen.db import codec, facts, keys, queries
+from pagegen import costs
+from pagegen.db import codec, dates, facts, figures, keys, queries
 from pagegen.db.engine import Store
 from pagegen.db.errors import DatabaseError
 from pagegen.db.plausible import impossible_times
@@ -34,6 +35,7 @@ def verify(store: Store) -> list[str]:
                         problems.append(f"{found.what} cannot be read: {found.why}")
                     else:
                         problems += found
+            problems += _illegal_rules(store, connection, decoder)
     except DatabaseError as error:  # damage that stops the reading is a finding, not a failure to look
         problems.append(str(error))
     return problems
@@ -119,12 +121,30 @@ def _judged_trial(decoder: Decoder, row: Any) -> list[str]:
 
 def _judged_portfolio(decoder: Decoder, row: Any) -> list[str]:
     portfolio = decoder.portfolio(row)
-    problems = [
-        f"portfolio {row.id} of {portfolio.created_at}: {variant.name} does not run on {portfolio.target}"
-        for variant in portfolio.rule.variants
-        if variant.family != portfolio.target.family
-    ]
+    problems = []
+    if dates.is_ahead(portfolio.created_at):
+        problems.append(
+            f"portfolio {row.id} of {portfolio.created_at}: it is dated ahead of the clock, and goes before all "
+            "that is tuned until then"
+        )
     return problems + _differs(row, codec.portfolio_row(portfolio, _parents(portfolio, portfolios)), "portfolio")
+
+
+def _illegal_rules(store: Store, connection: sa.Connection, decoder: Decoder) -> Iterator[str]:
+    """Portfolios with variants that the rules of legality refuse for their own device, and that no trial shows to run:
+    a selection passes them over."""
+    for found in queries.decoded(
+        connection, queries.PORTFOLIOS, "portfolio", lambda row: (row, decoder.portfolio(row))
+    ):
+        if isinstance(found, Undecodable):
+            continue  # named already
+        row, p = found
+        broken = {v: why for v in p.rule.variants if (why := costs.legal(p.spec, p.layout, v, p.device))}
+        ran = figures.proven((store,), p.spec, p.layout, p.device, p.code_hash, broken) if broken else set()
+        for variant, reasons in broken.items():
+            if variant not in ran:
+                what = f"{variant.name} cannot run on {p.device.name}: {reasons[0]}"
+                yield f"portfolio {row.id} of {p.created_at}: {what}"
 
 
 def _judged_facts(decoder: Decoder, row: Any) -> list[str]:

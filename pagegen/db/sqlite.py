@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import sqlite3
 import struct
@@ -39,14 +40,26 @@ _MAGIC = b"SQLite format 3\0"
 _HEADER_BYTES = 100
 
 
+_text = functools.partial(str, encoding="utf-8", errors="surrogateescape")
+
+
 def connect(uri: str, *, check_same_thread: bool = True) -> sqlite3.Connection:
     """A connection that begins no transaction of its own: `on_begin` does."""
     connection = sqlite3.connect(
         uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=check_same_thread
     )
-    connection.execute("PRAGMA foreign_keys=ON")
-    connection.execute(f"PRAGMA synchronous={SYNCHRONOUS}")
-    connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
+    # a damaged byte is judged with the row it is in, and does not keep the others from being read
+    connection.text_factory = _text
+    try:
+        connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute(f"PRAGMA synchronous={SYNCHRONOUS}")
+        connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
+    except UnicodeDecodeError:  # what SQLite says of a damaged schema quotes it
+        connection.close()
+        raise sqlite3.DatabaseError("malformed database schema") from None
+    except sqlite3.Error:
+        connection.close()
+        raise
     return connection
 
 
@@ -175,6 +188,19 @@ def is_ours(path: Path) -> bool:
     """Whether a file's header says that pagegen made it, whatever became of the rest."""
     header = _header(path)
     return header is not None and struct.unpack_from(">I", header, 68)[0] == APPLICATION_ID
+
+
+def is_part_of_a_database(path: Path) -> bool:
+    """Whether a file is a SQLite database, whoever's, or one of the files that SQLite keeps beside one."""
+    beside = [path.with_name(path.name.removesuffix(c)) for c in _COMPANIONS if path.name.endswith(c)]
+    return any(_is_file(file) and _header(file) is not None for file in (path, *beside))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def is_cut(path: Path) -> bool:

@@ -8,6 +8,7 @@ is exported here comes back as it was. Schema: kernel_tuner/schema/T4/1.0.0 in K
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 from pagegen.db import codec, keys
 from pagegen.db.absorbing import Record
-from pagegen.db.transfer import whole_file
+from pagegen.db.files import whole_file
+from pagegen.db.queries import UNDECODABLE
 from pagegen.spec import Measurement, Status
 
 SCHEMA = "1.0.0"
@@ -29,6 +31,9 @@ INVALIDITY = {
 }
 _STATUS = {word: status.value for status, word in INVALIDITY.items()}
 _KINDS = ("kernel", "device", "workload")
+# What a result and its measurements hold here; what else there is, is kept and told.
+_RESULT = ("timestamp", "configuration", "objectives", "times", "invalidity", "correctness", "measurements")
+_MEASUREMENTS = ("time", "samples", "max_error", "regime", "detail", "environment")
 
 
 def problems(trials: Iterable[Measurement]) -> dict[str, list[Measurement]]:
@@ -113,58 +118,46 @@ def export(trials: Iterable[Measurement], folder: Path) -> list[Path]:
     return written
 
 
-def is_t4(path: Path) -> bool:
-    """Whether a path is a folder, or a file of one JSON object over several lines, or of one with results: an export
-    has one record a line."""
-    if path.is_dir():
-        return True
-    with path.open("rb") as file:
-        first = file.readline().strip()
-    if first == b"{":
-        return True
-    try:
-        found = json.loads(first)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and "results" in found and "record" not in found
-
-
-def named_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """The records of a T4 file, or of every .json file of a folder, as `transfer.absorb` takes them. Of a
-    result that cannot be read comes the error, which is named there."""
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+def of_folder(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The records of every .json file of a folder, as `transfer.absorb` takes them. Of a file or a result that cannot
+    be read comes the error, which is named there. Raises ValueError for a folder without such files."""
+    files = sorted(folder.glob("*.json"))
     if not files:
-        raise ValueError(f"{path} must hold .json files of T4 results, got none")
+        raise ValueError(f"{folder} must hold .json files of T4 results, got none")
     for file in files:
-        yield from _of_file(file)
+        try:
+            found = list(of_text(file.name, file.read_bytes()))
+        except (OSError, ValueError) as error:
+            yield file.name, ValueError(str(error))
+        else:
+            yield from found
 
 
-def _of_file(file: Path) -> Iterator[tuple[str, Any]]:
+def of_text(name: str, text: bytes) -> Iterator[tuple[str, Any]]:
+    """The records of a T4 file, whose name is `name`. Raises ValueError for what is none of a pagegen problem."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        problem = found["metadata"]["pagegen"]
-        results = found["results"]
+        found = json.loads(text.removeprefix(codecs.BOM_UTF8))
+        problem, results = found["metadata"]["pagegen"], found["results"]
         if found.get("schema_version") != SCHEMA or not isinstance(results, list):
             raise ValueError(f"schema_version must be {SCHEMA}, got {found.get('schema_version')!r}")
-        shared = [{"record": kind, "v": problem["v"], "id": kind, **problem[kind]} for kind in _KINDS]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        # ids are the file's own: two files may name two devices "device"
+        own = {kind: f"{name}:{kind}" for kind in _KINDS}
+        shared = [{**problem[kind], "record": kind, "v": problem["v"], "id": own[kind]} for kind in _KINDS]
+    except UNDECODABLE as error:
         why = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
-            f"{file} must be T4 results that name a pagegen problem under metadata.pagegen, got {why}"
+            f"{name} must be T4 results that name a pagegen problem under metadata.pagegen, got {why}"
         ) from error
-    # ids are the file's own: two files may name two devices "device"
-    own = {kind: f"{file.name}:{kind}" for kind in _KINDS}
     for record in shared:
-        yield f"{file.name}, {record['record']}", {**record, "id": own[record["record"]]}
+        yield f"{name}, {record['record']}", record
     for number, result in enumerate(results):
-        yield from _of_result(f"{file.name}, result {number}", result, own)
+        yield from _of_result(f"{name}, result {number}", result, own)
 
 
 def _of_result(name: str, result: Any, own: dict[str, str]) -> Iterator[tuple[str, Any]]:
     try:
         values = {m["name"]: m["value"] for m in result.get("measurements", [])}
-        runtimes = result["times"].get("runtimes", [])
-        samples = values.get("samples", [ms * 1e3 for ms in runtimes])
+        samples = values["samples"] if "samples" in values else [ms * 1e3 for ms in result["times"].get("runtimes", [])]
         environment = json.loads(values.get("environment", "{}"))
         variant = result["configuration"]
         trial: Record = {
@@ -175,11 +168,14 @@ def _of_result(name: str, result: Any, own: dict[str, str]) -> Iterator[tuple[st
             "detail": values.get("detail", ""),
             "created_at": result.get("timestamp", ""),
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        unknown = {k: v for k, v in result.items() if k not in _RESULT}
+        unknown |= {f"measurement {k}": v for k, v in values.items() if k not in _MEASUREMENTS}
+    except UNDECODABLE as error:
         yield name, ValueError(f"no T4 result: {error!r}")
         return
     ids = {**own, "variant": f"{name}:variant", "environment": f"{name}:environment"}
     head = {"v": keys.VERSION}
     yield name, {"record": "variant", **head, "id": ids["variant"], "variant": variant}
     yield name, {"record": "environment", **head, "id": ids["environment"], "environment": environment}
-    yield name, {"record": "trial", **head, **ids, **trial}
+    # kept as what a newer pagegen would write into a trial
+    yield name, {"record": "trial", **head, **ids, **trial, **({"t4": unknown} if unknown else {})}

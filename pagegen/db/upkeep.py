@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from pagegen.db.engine import Store
+from pagegen.db.order import by_code_point
 from pagegen.db.schema import (
     SCHEMA_VERSION,
     compile_facts,
@@ -24,8 +25,10 @@ from pagegen.db.schema import (
     variants,
     workloads,
 )
-from pagegen.spec import Target
+from pagegen.spec import Target, check
 
+# So many characters of a code hash will do: `db verify` prints twelve.
+MIN_PREFIX = 8
 # What belongs to a kernel, and goes with it.
 _OF_KERNELS = (trials, portfolios, compile_facts, predictions)
 
@@ -46,9 +49,8 @@ def stats(store: Store) -> dict[str, Any]:
             for name, table in sorted(metadata.tables.items())
             if table not in (schema_info, revision)
         }
-        first, last = connection.execute(
-            sa.select(sa.func.min(trials.c.created_at), sa.func.max(trials.c.created_at))
-        ).one()
+        dated = by_code_point(trials.c.created_at)
+        first, last = connection.execute(sa.select(sa.func.min(dated), sa.func.max(dated))).one()
         return {
             "database": store.name,
             "schema_version": SCHEMA_VERSION,
@@ -69,19 +71,23 @@ def _bytes(store: Store, connection: sa.Connection) -> int:
     return int(connection.execute(sa.select(sa.func.pg_database_size(sa.func.current_database()))).scalar_one())
 
 
-def prune(store: Store, *, target: Target, keep: Collection[str], dry_run: bool = False) -> dict[str, int]:
+def prune(store: Store, *, target: Target | str, keep: Collection[str], dry_run: bool = False) -> dict[str, int]:
     """Removes the target's trials, portfolios, compile facts and predictions of every code hash that is not in `keep`,
-    and what only they used.
+    and what only they used. A hash may be given by its first MIN_PREFIX characters or more.
 
     Returns how many rows of which table went; with `dry_run`, how many of these four and of kernels would. Profiles
-    stay: they are what was asked, not what came of it. Raises ValueError for an empty `keep`, which would remove
-    everything.
+    stay: they are what was asked, not what came of it. Raises TypeError or ValueError for a target that is none, and
+    where a hash in `keep` is not held for the target, or none is given: more would go than was meant.
     """
+    target = Target.parse(target)
+    if isinstance(keep, str) or not isinstance(keep, Collection):
+        raise TypeError(f"keep must be a list of code hashes, got {type(keep).__name__} {keep!r}")
     if not keep:
         raise ValueError(f"keep must name at least one code hash, got none: it would remove every trial of {target}")
-    old = sa.select(kernels.c.id).where(kernels.c.target == str(target), kernels.c.code_hash.not_in(list(keep)))
     removed: dict[str, int] = {}
     with store.reading() if dry_run else store.writing() as connection:
+        kept = _held(connection, target, keep)
+        old = sa.select(kernels.c.id).where(kernels.c.target == str(target), kernels.c.code_hash.not_in(kept))
         for table in _OF_KERNELS:
             removed[table.name] = _remove(connection, table, table.c.kernel_id.in_(old), dry_run)
         removed[kernels.name] = _remove(connection, kernels, kernels.c.id.in_(old), dry_run)
@@ -90,6 +96,24 @@ def prune(store: Store, *, target: Target, keep: Collection[str], dry_run: bool 
                 removed[table.name] = _remove(connection, table, _unused(table), dry_run)
             removed[extras.name] = _remove(connection, extras, _ownerless(), dry_run)
     return removed
+
+
+def _held(connection: sa.Connection, target: Target, keep: Collection[str]) -> list[str]:
+    """The code hashes that `keep` names, of those that there are for a target. Raises where one names none."""
+    statement = sa.select(kernels.c.code_hash).distinct().where(kernels.c.target == str(target))
+    held = sorted(connection.execute(statement).scalars())
+    found: list[str] = []
+    for name in keep:
+        check.text("a code hash in keep", name, empty=False)
+        named = [one for one in held if one == name or (len(name) >= MIN_PREFIX and one.startswith(name))]
+        if held and len(named) != 1:
+            some = ", ".join(one[:12] for one in held[:8])
+            raise ValueError(
+                f"keep must name code hashes that are held for {target} ({some}), got {name!r}, which is "
+                f"{'none of them' if not named else 'more than one'}"
+            )
+        found += named
+    return found
 
 
 def _unused(table: sa.Table) -> sa.ColumnElement[bool]:

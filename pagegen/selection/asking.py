@@ -82,11 +82,11 @@ def selected(ladder: Ladder) -> Selection:
 
 def _dispatched(ladder: Ladder, asked: tuple[int, int, int]) -> Variant | None:
     """What the tuned rule of this very kernel takes, where there is one: it is what `prepare` loads."""
-    here = [c for c in ladder.judged if c.same_device and c.lead.layout == ladder.layout]
-    if not here:
+    in_order = sorted(ladder.judged, key=lambda c: not c.lead.measured)  # stable
+    first = next((c for c in in_order if ladder.serves_here(c)), None)
+    if first is None:
         return None
-    first = min(here, key=lambda c: not c.lead.measured)  # stable
-    clauses = first.lead.rule.clauses
+    clauses = first.lead.portfolio.rule.clauses
     if ladder.spec.batch_invariant:
         return clauses[-1].variant
     return next(c.variant for c in clauses if c.admits(*asked))
@@ -164,6 +164,9 @@ def best_block_size(
     """
     check.instance("spec", spec, AttentionSpec)
     check.instance("profile", profile, Profile)
+    check.count("num_layers", num_layers)
+    if memory_bytes is not None:
+        check.integer("memory_bytes", memory_bytes, at_most=2**63 - 1)
     target = Target.parse(target)
     from pagegen.db import DatabaseError, block_size, figures
 

@@ -38,8 +38,8 @@ from pagegen.selection.grades import (
     REFERENCE,
     confidence,
 )
-from pagegen.selection.predicted import PREDICTED_MARGIN, predicted_rule
-from pagegen.spec import AttentionSpec, CacheLayout, Clause, Device, DispatchRule, Target, Workload
+from pagegen.selection.predicted import PREDICTED_DISTANCE, PREDICTED_MARGIN, predicted_rule
+from pagegen.spec import AttentionSpec, CacheLayout, Clause, Device, DispatchRule, Target, Variant, Workload
 
 if TYPE_CHECKING:
     from pagegen.db import Database
@@ -77,6 +77,7 @@ class Ladder:
     rungs: dict[str, list[str]] = field(default_factory=lambda: {grade: [] for grade in GRADES})
     judged: list[Candidate] = field(default_factory=list)
     _name: str = ""
+    _ran: dict[tuple[Variant, ...], set[Variant]] = field(default_factory=dict)
 
     def rule(self) -> DispatchRule:
         """The first answer on the ladder. See `rule_for`."""
@@ -89,15 +90,14 @@ class Ladder:
         for grade, rung in steps:
             try:
                 rule = rung()
+                if rule is not None:
+                    return self._explained(rule)
             # a broken file, a damaged row, a missing driver: whatever it is, the next rung answers and says so
             except Exception as error:
                 self._miss(grade, sentence(error))
                 # a file that is not there yet is no fault
                 level = logging.INFO if type(error).__name__ == "MissingDatabase" else logging.WARNING
                 _log_once(level, f"selection for {self.target} goes on without: {sentence(error)}")
-                continue
-            if rule is not None:
-                return self._explained(rule)
         return self._explained(self._default())
 
     def _explained(self, rule: DispatchRule) -> DispatchRule:
@@ -158,7 +158,7 @@ class Ladder:
             elif lead.code_hash != code:
                 older += lead.target == self.target
             else:
-                one = candidate(lead, self.layout, self.device, self.workload, distances)
+                one = candidate(lead, self.layout, self.device, self._batch, distances)
                 damaged += one is None
                 found += [] if one is None else [one]
         if damaged:
@@ -172,19 +172,41 @@ class Ladder:
 
     def _refusal(self, one: Candidate) -> str:
         """Why a portfolio does not answer, or ""."""
-        if self.workload is not None and one.batch_distance > RADIUS:
+        if one.batch_distance > RADIUS:
             where = "has no such batches" if math.isinf(one.batch_distance) else f"is {one.batch_distance:.1f} away"
             return f"the traffic that {one.lead.place} was tuned on {where}, further than the radius of {RADIUS:g}"
-        if one.same_device and one.lead.layout == self.layout:
-            return ""  # what was tuned right here needs no estimate
-        for variant in one.lead.rule.variants:
+        rule = one.lead.portfolio.rule
+        # what ran right here needs no estimate; that a rule is stored for here shows nothing
+        ran = self._ran_here(rule) if one.same_device and one.lead.layout == self.layout else set()
+        for variant in rule.variants:
+            if variant in ran:
+                continue
             reasons = feasibility.infeasible(self.spec, self.layout, variant, self.device)
             if reasons:
                 return f"the portfolio of {one.lead.place} is not legal here: {variant.name}: {reasons[0]}"
         return ""
 
+    def _labelled(self, one: Candidate) -> Candidate:
+        """With the distance of the batch, where that had no part in the choice."""
+        if self.workload is None or self._batch is not None:
+            return one
+        asked = candidate(one.lead, self.layout, self.device, self.workload)
+        apart = PREDICTED_DISTANCE if asked is None else min(asked.batch_distance, PREDICTED_DISTANCE)
+        return replace(one, batch_distance=apart, grade=NEAR if apart and one.grade == EXACT else one.grade)
+
+    def _ran_here(self, rule: DispatchRule) -> set[Variant]:
+        """The variants of a rule with ok trials of this very kernel on this device."""
+        from pagegen.db.figures import proven
+
+        if rule.variants not in self._ran:
+            code = targets.code_hash(self.target)
+            with opened(self.db) as db:
+                self._ran[rule.variants] = proven(db.stores, self.spec, self.layout, self.device, code, rule.variants)
+        return self._ran[rule.variants]
+
     def _rule_of(self, one: Candidate) -> DispatchRule:
-        lead, rule = one.lead, one.lead.rule
+        one = self._labelled(one)
+        lead, rule = one.lead, one.lead.portfolio.rule
         reason = rule.reason
         if lead.layout != self.layout:
             reason += f" (for {lead.place}, the nearest that is legal here)"
@@ -193,7 +215,7 @@ class Ladder:
         elif not one.same_device:
             reason += f" (on {lead.device_name}, which is not the device here)"
         elif one.renamed:
-            reason += f" (on {lead.device_name}: alike in everything but the name)"
+            reason += f" (on {lead.device_name}: alike in everything but the name or a sliver of memory)"
         return DispatchRule(
             clauses=rule.clauses,
             reason=reason,
@@ -208,6 +230,12 @@ class Ladder:
             },
         )
 
+    @property
+    def _batch(self) -> Workload | None:
+        """The batch, as far as it may decide: where a row's result must not depend on its neighbours, the kernel may
+        not depend on the batch."""
+        return None if self.spec.batch_invariant else self.workload
+
     @functools.cached_property
     def device(self) -> Device:
         return device_for(self.target)
@@ -217,22 +245,33 @@ class Ladder:
     def _predicted(self) -> DispatchRule:
         rule = predicted_rule(self.spec, self.layout, self.device, fit_for(self.device, self.db))
         rule = replace(rule, evidence={**rule.evidence, "grade": PREDICTED})
-        return rule if self.workload is None else self._against_the_tuned(rule, self.workload)
+        return rule if self._batch is None else self._against_the_tuned(rule, self._batch)
 
     def _against_the_tuned(self, rule: DispatchRule, workload: Workload) -> DispatchRule:
         """Beyond the radius the tuned choice stays unless the model expects another to be clearly faster: it proved
         itself here, if on other batches, and it is what a prepared operator takes."""
-        here = next((c for c in self.judged if c.grade in (EXACT, NEAR) and c.lead.layout == self.layout), None)
+        here = next((c for c in self.judged if self.serves_here(c)), None)
         if here is None:
             return rule
         asked = (workload.num_seqs, workload.max_query_len, workload.max_context_len)
-        kept, other = here.lead.rule.choose(*asked), rule.choose(*asked)
+        kept, other = here.lead.portfolio.rule.choose(*asked), rule.choose(*asked)
         expected = Expected(self.spec, self.layout, self.device, self.db)
         times = {v: expected.us(v, workload) for v in (kept, other)}
         if times[other] <= (1 - PREDICTED_MARGIN) * times[kept]:
             return rule
         reason = f"the cost model expects nothing clearly faster than what {here.lead.profile.name} was tuned to"
         return replace(rule, clauses=(Clause(variant=kept),), reason=reason)
+
+    def serves_here(self, one: Candidate) -> bool:
+        """Whether a portfolio is of this very kernel and device and answers, whatever the batch."""
+        from pagegen.db.queries import UNDECODABLE
+
+        if not one.same_device or one.lead.layout != self.layout:
+            return False
+        try:
+            return not self._refusal(replace(one, batch_distance=0.0))
+        except UNDECODABLE:
+            return False
 
     def _reference(self, why: str) -> DispatchRule:
         """What `pagegen.ops` does without a kernel, as a rule: see `Selection`."""

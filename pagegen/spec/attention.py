@@ -45,7 +45,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
-            check.integer(name, getattr(self, name))
+            check.count(name, getattr(self, name))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}"
@@ -55,7 +55,7 @@ class AttentionSpec:
             raise ValueError(f"q_dtype must be float32, float16 or bfloat16, got {dtype_name(q_dtype)}")
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else check.number("scale", self.scale)
         if self.window is not None:
-            check.integer("window", self.window)
+            check.count("window", self.window)
         if self.logit_softcap is not None and check.number("logit_softcap", self.logit_softcap) <= 0:
             raise ValueError(f"logit_softcap must be positive, got {self.logit_softcap!r}")
         for name in ("score_mod", "mask_mod"):
@@ -63,7 +63,7 @@ class AttentionSpec:
         for name in ("causal", "alibi", "sinks", "kv_zero_points", "shared_kv", "batch_invariant"):
             check.boolean(name, getattr(self, name))
         check.one_of("kv_scale_granularity", self.kv_scale_granularity, SCALE_GRANULARITIES)
-        v_head_dim = self.head_dim if self.v_head_dim is None else check.integer("v_head_dim", self.v_head_dim)
+        v_head_dim = self.head_dim if self.v_head_dim is None else check.count("v_head_dim", self.v_head_dim)
         if self.shared_kv and v_head_dim > self.head_dim:
             raise ValueError(
                 f"v_head_dim must be at most head_dim when shared_kv is set, got {v_head_dim} and {self.head_dim}"
@@ -102,15 +102,8 @@ class AttentionSpec:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> AttentionSpec:
         """The inverse of `to_dict`. An unknown or missing field raises ValueError."""
-        unknown = set(data) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ValueError(f"AttentionSpec has no field {', '.join(sorted(unknown))}")
-        missing = {"num_q_heads", "num_kv_heads", "head_dim"} - set(data)
-        if missing:
-            raise ValueError(
-                f"AttentionSpec needs {', '.join(sorted(missing))}, got {', '.join(sorted(data)) or 'none'}"
-            )
-        return cls(**data)
+        needed = ("num_q_heads", "num_kv_heads", "head_dim")
+        return cls(**check.fields("AttentionSpec", data, (f.name for f in fields(cls)), needed))
 
     @classmethod
     def from_model(

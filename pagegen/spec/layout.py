@@ -24,7 +24,7 @@ class CacheLayout:
     order: str = "NHD"
 
     def __post_init__(self) -> None:
-        check.integer("block_size", self.block_size)
+        check.count("block_size", self.block_size)
         check.one_of("order", self.order, ORDERS)
 
     def blocks_for(self, tokens: int) -> int:
@@ -53,3 +53,8 @@ class CacheLayout:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready fields."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CacheLayout:
+        """The inverse of `to_dict`. An unknown or missing field raises ValueError."""
+        return cls(**check.fields("a layout", data, ("block_size", "order"), ("block_size",)))

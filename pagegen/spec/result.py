@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
+import numbers
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +18,8 @@ from pagegen.spec.variant import Variant
 from pagegen.spec.workload import Workload
 
 # Keys of a tuner's trial in its environment: samples of one session with one index were taken in one round.
+# How a trial was timed: with the cache's blocks outside the last-level cache, or as they lay.
+REGIMES = ("cold", "warm")
 SESSION, PURPOSE = "tuning_session", "tuning_purpose"
 # What memory gave before each sample, as text: GB/s by spaces, in the order of `samples_us`.
 GAUGE = "tuning_gauge_gb_s"
@@ -33,6 +38,41 @@ class Status(str, enum.Enum):
     WRONG_RESULT = "wrong_result"
     RUNTIME_ERROR = "runtime_error"
     TIMEOUT = "timeout"
+
+
+def _check_kernel(value: Measurement | CompileFacts | Prediction, target: Target) -> None:
+    """What these have in common: a kernel, its code and a date."""
+    check.instance("spec", value.spec, AttentionSpec)
+    check.instance("layout", value.layout, CacheLayout)
+    check.instance("variant", value.variant, Variant)
+    check.text("code_hash", value.code_hash, printable=False)
+    check.timestamp("created_at", value.created_at)
+    if value.variant.family != target.family:
+        raise ValueError(f"variant must be of the family {target.family} for {target}, got {value.variant.name}")
+
+
+def _check_question(value: Measurement | Prediction, device: Device) -> None:
+    check.instance("device", device, Device)
+    check.instance("workload", value.workload, Workload)
+    _check_kernel(value, device.target)
+
+
+def _samples(samples: Any) -> tuple[float, ...]:
+    if isinstance(samples, (str, bytes)) or not isinstance(samples, Iterable):
+        raise TypeError(f"samples_us must be a sequence of numbers, got {type(samples).__name__} {samples!r}")
+    found = tuple(samples)
+    if {*map(type, found)} <= {float}:  # a database holds millions of them
+        return found
+    return tuple(_float("samples_us", us) for us in found)
+
+
+def _float(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got an integer that no float holds") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +100,22 @@ class Measurement:
     created_at: str = ""
 
     def __post_init__(self) -> None:
+        _check_question(self, self.device)
+        check.instance("target", self.target, Target)
+        check.instance("status", self.status, Status)
+        object.__setattr__(self, "samples_us", _samples(self.samples_us))
         if self.status is Status.OK:
-            if not self.samples_us or not all(0 < s < float("inf") for s in self.samples_us):
+            if not self.samples_us or not all(0 < s < math.inf for s in self.samples_us):
                 raise ValueError(f"samples_us must be positive and finite for an ok trial, got {self.samples_us}")
         elif self.samples_us:
             raise ValueError(f"a {self.status.value} trial has no samples, got {len(self.samples_us)}")
+        check.one_of("regime", self.regime, REGIMES)
+        if self.max_error is not None:  # NaN and infinity are what a wrong result may differ by
+            object.__setattr__(self, "max_error", _float("max_error", self.max_error))
+        check.instance("detail", self.detail, str)
+        check.texts("environment", self.environment)
+        if self.device.target != self.target:
+            raise ValueError(f"device must be of the target {self.target}, got one of {self.device.target}")
 
     @property
     def median_us(self) -> float | None:
@@ -99,10 +150,14 @@ class CompileFacts:
     created_at: str = ""
 
     def __post_init__(self) -> None:
+        check.instance("target", self.target, Target)
+        _check_kernel(self, self.target)
         check.one_of("form", self.form, ("decode", "ragged"))
         for name in COMPILE_COUNTS:
             if getattr(self, name) is not None:
-                check.integer(name, getattr(self, name), at_least=0)
+                check.integer(name, getattr(self, name), at_least=0, at_most=2**63 - 1)
+        check.json_object("loop", self.loop)
+        check.texts("environment", self.environment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +176,8 @@ class Prediction:
     created_at: str = ""
 
     def __post_init__(self) -> None:
+        _check_question(self, self.device)
+        check.text("model", self.model)
         if not check.number("predicted_us", self.predicted_us) > 0:
             raise ValueError(f"predicted_us must be positive, got {self.predicted_us}")
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from pagegen.spec import check
+
 KINDS = ("cuda", "hip", "cpu", "interpreter")
+_COUNTS = ("units", "registers_per_unit", "max_threads_per_unit")
+_NUMBERS = (
+    "memory_gib", "bandwidth_gb_s", "matrix_tflops", "last_level_cache_mib", "shared_memory_kib", "core_clock_mhz",
+    "memory_clock_mhz", "power_limit_w",
+)  # fmt: skip
 _LATER = ("core_clock_mhz", "memory_clock_mhz", "power_limit_w", "partition")
 
 
@@ -18,10 +25,10 @@ class Target:
     arch: str = ""
 
     def __post_init__(self) -> None:
-        pattern = {"cuda": r"sm_\d+", "hip": r"gfx[0-9a-f]+", "cpu": "", "interpreter": ""}
-        if self.kind not in pattern:
+        pattern = {"cuda": r"sm_[0-9]{1,8}", "hip": r"gfx[0-9a-f]{1,12}", "cpu": "", "interpreter": ""}
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ValueError(f"target kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        if not re.fullmatch(pattern[self.kind], self.arch):
+        if not isinstance(self.arch, str) or not re.fullmatch(pattern[self.kind], self.arch):
             raise ValueError(
                 f"target arch must look like sm_90 or gfx942, or be empty for {self.kind}, got {self.arch!r}"
             )
@@ -64,9 +71,9 @@ class Target:
         if isinstance(text, Target):
             return text
         name = str(text).strip().lower()
-        if re.fullmatch(r"sm_?\d+a?", name):
+        if re.fullmatch(r"sm_?[0-9]{1,8}a?", name):
             return Target("cuda", "sm_" + re.sub(r"\D", "", name))
-        if re.fullmatch(r"gfx[0-9a-f]+", name):
+        if re.fullmatch(r"gfx[0-9a-f]{1,12}", name):
             return Target("hip", name)
         if name in ("cpu", "interpreter"):
             return Target(name)
@@ -116,6 +123,17 @@ class Device:
     power_limit_w: float = 0.0
     partition: str = ""
 
+    def __post_init__(self) -> None:
+        check.text("device name", self.name, printable=False)
+        check.instance("device target", self.target, Target)
+        for name in _COUNTS:
+            check.count(name, getattr(self, name), at_least=0)
+        for name in _NUMBERS:
+            object.__setattr__(self, name, check.number(name, getattr(self, name), at_least=0))
+        features = check.instances("features", self.features, str)
+        object.__setattr__(self, "features", features)
+        check.text("partition", self.partition, printable=False)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready fields; the target as text. Fields that came later are there where they are known only, so
         that what was stored without them stays the same."""
@@ -124,5 +142,6 @@ class Device:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Device:
-        """The inverse of `to_dict`."""
-        return cls(**{**data, "target": Target.parse(data["target"]), "features": tuple(data["features"])})
+        """The inverse of `to_dict`. An unknown or missing field raises ValueError."""
+        check.fields("a device", data, (f.name for f in fields(cls)), ("name", "target"))
+        return cls(**{**data, "target": Target.parse(data["target"])})

@@ -77,13 +77,11 @@ class Variant:
     def from_dict(data: dict[str, Any]) -> Variant:
         """The inverse of `to_dict`. Raises ValueError for an unknown family or field."""
         families: dict[str, type[Variant]] = {c.family: c for c in (TritonVariant, CppVariant)}
-        family = data.get("family")
-        cls = families[check.one_of("family", family, families)]
+        check.instance("variant", data, dict)
+        family = check.one_of("family", data.get("family"), families)
         values = {k: v for k, v in data.items() if k != "family"}
-        unknown = set(values) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ValueError(f"a {family} variant has no field {', '.join(sorted(unknown))}")
-        return cls(**values)
+        cls = families[family]
+        return cls(**check.fields(f"a {family} variant", values, (f.name for f in fields(cls))))
 
     @staticmethod
     def parse(name: str) -> Variant:
@@ -134,28 +132,28 @@ class TritonVariant(Variant):
     num_stages: int = 2
 
     def __post_init__(self) -> None:
+        check.one_of("dot", self.dot, DOTS)
         # 16 rows and 16 keys: tl.dot needs M, N, K >= 16; the pad is free, decode is memory bound
         _power_of_two("tile_rows", self.tile_rows, at_least=1 if self.dot == "fma" else 16, at_most=256)
         _power_of_two("tile_kv", self.tile_kv, at_least=16, at_most=512)
         check.one_of("page_walk", self.page_walk, PAGE_WALKS)
-        check.integer("num_splits", self.num_splits)
-        check.integer("split_tokens", self.split_tokens, at_least=0)
+        check.count("num_splits", self.num_splits)
+        check.count("split_tokens", self.split_tokens, at_least=0)
         if self.split_tokens % self.tile_kv:
             raise ValueError(f"split_tokens must be a multiple of tile_kv {self.tile_kv}, got {self.split_tokens}")
         if self.split_tokens and self.num_splits > 1:
             raise ValueError(f"num_splits must be 1 where split_tokens divides the keys, got {self.num_splits}")
         check.one_of("reduce", self.reduce, REDUCES)
-        check.integer("programs", self.programs, at_least=0)
+        check.count("programs", self.programs, at_least=0)
         if self.programs and (self.splits or self.reduce == "last"):
             raise ValueError(f"programs must be 0 where keys are split or reduced otherwise, got {self.programs}")
         check.one_of("head_pieces", self.head_pieces, HEAD_PIECES)
-        check.one_of("dot", self.dot, DOTS)
         check.one_of("loads", self.loads, LOADS)
         if self.loads == "descriptor" and self.page_walk != "tile_in_page":
             raise ValueError(f"page_walk must be tile_in_page for descriptor loads, got {self.page_walk}")
         check.boolean("warp_specialize", self.warp_specialize)
         _power_of_two("num_warps", self.num_warps, at_least=1, at_most=16)
-        check.integer("num_stages", self.num_stages)
+        check.count("num_stages", self.num_stages)
 
     @property
     def splits(self) -> bool:
@@ -198,16 +196,16 @@ class CppVariant(Variant):
     def __post_init__(self) -> None:
         _power_of_two("tile_kv", self.tile_kv, at_least=16, at_most=256)
         _power_of_two("streams", self.streams, at_least=1, at_most=16)
-        check.integer("heads_together", self.heads_together)
+        check.count("heads_together", self.heads_together)
         _power_of_two("rows_together", self.rows_together, at_least=1, at_most=8)
         check.one_of("prefetch_ahead", self.prefetch_ahead, PREFETCHES)
         check.one_of("read_order", self.read_order, READ_ORDERS)
         check.one_of("prefetch_hint", self.prefetch_hint, PREFETCH_HINTS)
-        check.integer("num_splits", self.num_splits, at_least=0)
+        check.count("num_splits", self.num_splits, at_least=0)
         if self.num_splits > MAX_SPLITS:
             raise ValueError(f"num_splits must be at most {MAX_SPLITS}, got {self.num_splits}")
         check.one_of("schedule", self.schedule, SCHEDULES)
         check.one_of("accumulate", self.accumulate, ACCUMULATES)
-        check.integer("split_tokens", self.split_tokens)
+        check.count("split_tokens", self.split_tokens)
         if self.split_tokens % self.tile_kv:
             raise ValueError(f"split_tokens must be a multiple of tile_kv {self.tile_kv}, got {self.split_tokens}")

@@ -11,6 +11,9 @@ from typing import Any
 from pagegen.spec import check
 
 PROFILE_VERSION = 1
+_LENGTHS = ("context_lens", "query_lens")
+_BATCH = ("weight", *_LENGTHS)
+_PROFILE = ("version", "name", "source", "licence", "figures", "batches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Workload:
             raise ValueError("context_lens must hold at least one sequence, got none")
         if len(queries) != len(contexts):
             raise ValueError(f"query_lens must have one entry a sequence ({len(contexts)}), got {len(queries)}")
+        if sum(queries) > check.MAX_COUNT:
+            raise ValueError(f"query_lens must sum to at most {check.MAX_COUNT}, got {sum(queries)}")
         object.__setattr__(self, "context_lens", contexts)
         object.__setattr__(self, "query_lens", queries)
 
@@ -63,8 +68,8 @@ class Workload:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Workload:
-        """The inverse of `to_dict`."""
-        return cls(context_lens=tuple(data["context_lens"]), query_lens=tuple(data["query_lens"]))
+        """The inverse of `to_dict`. An unknown or missing field raises ValueError."""
+        return cls(**check.fields("a workload", data, _LENGTHS, _LENGTHS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +88,17 @@ class Profile:
     licence: str = ""
 
     def __post_init__(self) -> None:
+        check.text("name", self.name, empty=False)
+        for name in ("source", "licence"):
+            check.text(name, getattr(self, name))
+        check.json_object("figures", self.figures)
+        check.instances("workloads", self.workloads, Workload)
         if not self.workloads or len(self.workloads) != len(self.weights):
             raise ValueError(
                 f"weights must have one entry a workload, got {len(self.weights)} for {len(self.workloads)} workloads"
             )
-        total = float(sum(self.weights))
-        if not all(0 < w < math.inf for w in self.weights):
+        total = sum(check.number("weights", weight) for weight in self.weights)
+        if not all(0 < w < math.inf for w in (*self.weights, total)):
             raise ValueError(f"weights must be positive and finite, got {self.weights}")
         object.__setattr__(self, "workloads", tuple(self.workloads))
         # weights that already sum to 1 keep their bits, so that a profile survives saving and loading unchanged
@@ -116,19 +126,23 @@ class Profile:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"a profile file must have version {PROFILE_VERSION}, got {found!r}")
         try:
-            batches = data["batches"]
+            check.fields("a profile", data, _PROFILE, ("name", "batches"))
+            batches = [check.fields("a batch", batch, _BATCH, _BATCH) for batch in data["batches"]]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a profile file must have name and batches with context_lens, query_lens and weight: {error}"
+            ) from error
+        try:
             return cls(
                 name=data["name"],
-                workloads=tuple(Workload.from_dict(b) for b in batches),
-                weights=tuple(float(b["weight"]) for b in batches),
+                workloads=tuple(Workload.from_dict({k: batch[k] for k in _LENGTHS}) for batch in batches),
+                weights=tuple(batch["weight"] for batch in batches),
                 figures=data.get("figures", {}),
                 source=data.get("source", ""),
                 licence=data.get("licence", ""),
             )
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"a profile file must have name and batches with context_lens, query_lens and weight: {error!r}"
-            ) from error
+        except TypeError as error:
+            raise ValueError(f"a profile file must hold other values: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

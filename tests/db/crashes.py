@@ -59,7 +59,7 @@ def write_for_ever(path: Path, first: int, tell) -> None:
                 number += BATCH
             db.save_portfolio(
                 spec=SPEC, layout=LAYOUT, device=H100, profile=PROFILE, rule=rule(), code_hash="c0de",
-                created_at=f"2026-{number}",
+                created_at=f"2026-01-01T00:00:00.{number:09}",
             )  # fmt: skip
             tell(b"p")
 

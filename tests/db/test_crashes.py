@@ -189,12 +189,24 @@ def test_what_lay_beside_a_damaged_file_goes_with_it(tmp_path):
 
 
 def test_garbage_at_the_default_place_is_set_aside(tmp_path, monkeypatch):
-    path = tmp_path / "tuning.db"
+    monkeypatch.delenv("PAGEGEN_DB")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path = tmp_path / "pagegen" / "tuning.db"
+    path.parent.mkdir()
     path.write_bytes(b"no database at all\n" * 500)
-    monkeypatch.setenv("PAGEGEN_DB", str(path))
     with open_db() as db:
         assert db.record(trial())
-    assert len(list(tmp_path.glob("tuning.db.damaged-*"))) == 1
+        assert db.name == str(path)
+    assert len(list(path.parent.glob("tuning.db.damaged-*"))) == 1
+
+
+def test_a_file_that_the_environment_names_by_mistake_is_never_moved(tmp_path, monkeypatch):
+    path = tmp_path / "thesis.txt"
+    path.write_text("ten years of work\n")
+    monkeypatch.setenv("PAGEGEN_DB", str(path))
+    with pytest.raises(ForeignDatabase, match=r"thesis\.txt"):
+        open_db()
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("thesis.txt", "ten years of work\n")]
 
 
 @pytest.mark.parametrize("named", [True, False])

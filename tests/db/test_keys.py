@@ -68,16 +68,18 @@ def other_value(value: object) -> object:
     raise AssertionError(f"say what a {type(value).__name__} may be changed to")
 
 
+def unchecked(value: object, **changes: object) -> object:
+    """A copy with some fields changed, behind the checks: a key must not depend on what is legal."""
+    copy = object.__new__(type(value))
+    for field in fields(value):
+        object.__setattr__(copy, field.name, changes.get(field.name, getattr(value, field.name)))
+    return copy
+
+
 def variant_changes(variant: object) -> dict[str, object]:
-    """Each field of a variant with another value, behind its own checks: a key must not depend on what is legal."""
-    changed = {}
-    for field in fields(variant):
-        copy = object.__new__(type(variant))
-        for name in (f.name for f in fields(variant)):
-            object.__setattr__(copy, name, getattr(variant, name))
-        object.__setattr__(copy, field.name, other_value(getattr(variant, field.name)))
-        changed[field.name] = copy
-    return changed
+    """Each field of a variant with another value."""
+    names = [field.name for field in fields(variant)]
+    return {name: unchecked(variant, **{name: other_value(getattr(variant, name))}) for name in names}
 
 
 def mutations() -> dict[str, tuple[Measurement, Measurement]]:
@@ -95,7 +97,7 @@ def mutations() -> dict[str, tuple[Measurement, Measurement]]:
         for field in fields(Device):
             if field.name not in RATES:
                 changed = replace(base.device, **{field.name: DEVICE[field.name]})
-                found[f"{family} device.{field.name}"] = (base, replace(base, device=changed))
+                found[f"{family} device.{field.name}"] = (base, unchecked(base, device=changed))
         for name, changed in variant_changes(base.variant).items():
             found[f"{family} variant.{name}"] = (base, replace(base, variant=changed))
         longer = {"context_lens": (1000, 3000, 18), "query_lens": (1, 1, 2)}
@@ -104,7 +106,7 @@ def mutations() -> dict[str, tuple[Measurement, Measurement]]:
             found[f"{family} workload.{field.name}"] = (base, replace(base, workload=changed))
         for field in fields(Measurement):
             if field.name not in NESTED | ANSWER:
-                found[f"{family} {field.name}"] = (base, replace(base, **{field.name: MEASUREMENT[field.name]}))
+                found[f"{family} {field.name}"] = (base, unchecked(base, **{field.name: MEASUREMENT[field.name]}))
         for name in ("pagegen", "torch", "triton", "compiler", "driver", "runtime", "system", "threads", "anything"):
             changed = {**base.environment, name: "other"}
             found[f"{family} environment.{name}"] = (base, replace(base, environment=changed))
@@ -183,6 +185,8 @@ def test_every_question_is_stored_under_its_own_key_and_read_back(name, tmp_path
             Writer(connection).add_trial(changed)  # not `record`, which judges times by devices that are made up here
             stored = connection.execute(trials.select().where(trials.c.key == codec.trial_key(changed))).all()
         assert len(stored) == 1
+        if changed.device.target != changed.target or name.endswith("target"):
+            return  # no trial can be so, and none is read back
         found = {codec.trial_key(m) for m in db.trials(code_hash=changed.code_hash, spec=changed.spec)}
         assert codec.trial_key(changed) in found
         assert codec.trial_key(base) not in found

@@ -60,8 +60,11 @@ def test_writing_stats_verifying_exporting_and_pruning_are_about_the_users_own(r
         assert db.stats()["rows"]["trials"] == 1
         assert db.export(tmp_path / "own.jsonl") == 6
         assert db.verify() == []
+        db.record(trial(code_hash="other"))
         assert db.prune(target=SM_90, keep=["other"])["trials"] == 1
-        assert db.trials() == SHIPPED
+        assert db.prune(target=SM_90, keep=["other"])["trials"] == 0
+        assert len(db.own.trials()) == 1
+        assert set(SHIPPED) < set(db.trials())
 
 
 def test_the_users_newer_rule_goes_before_the_one_that_ships(records, place):

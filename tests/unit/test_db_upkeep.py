@@ -12,6 +12,7 @@ from database_fakes import CPU, H100, LAYOUT, MIXED, PROFILE, SM_90, SPEC, TUNED
 
 from pagegen.db import open_db
 from pagegen.db.rows import Writer
+from pagegen.db.schema import portfolios
 from pagegen.spec import CacheLayout, CompileFacts, CppVariant, Prediction, Status, Workload
 
 
@@ -130,10 +131,12 @@ def test_times_that_can_be_are_no_problem(db, measurement):
 
 
 def test_a_portfolio_of_another_family_is_named(db):
-    db.save_portfolio(
-        spec=SPEC, layout=LAYOUT, device=H100, profile=PROFILE, rule=rule(CppVariant()), code_hash="c0de"
-    )  # fmt: skip
-    assert any("cpp:" in problem and "does not run on sm_90" in problem for problem in db.verify())
+    saved = {"spec": SPEC, "layout": LAYOUT, "device": H100, "profile": PROFILE, "code_hash": "c0de"}
+    with pytest.raises(ValueError, match=r"rule must hold triton variants for sm_90, got cpp:"):
+        db.save_portfolio(rule=rule(CppVariant()), **saved)
+    with db.atomic() as connection:  # as an older pagegen took it
+        connection.execute(portfolios.update().values(rule=json.dumps(rule(CppVariant()).to_dict())))
+    assert any("rule must hold triton variants for sm_90" in problem for problem in db.verify())
 
 
 def test_stats_count_what_is_there(db):
@@ -226,13 +229,14 @@ def test_pruning_takes_facts_predictions_and_what_a_newer_pagegen_wrote_along(db
         owner = connection.exec_driver_sql("SELECT digest FROM trials WHERE regime = 'cold' ORDER BY id").scalar()
         Writer(connection).add_extra("trial", owner, "power_watts", 700)
         Writer(connection).add_extra("weather", "", "", {"record": "weather", "sky": "blue"})
+    db.record(trial(code_hash="new", variant=replace(TUNED, num_splits=8)))
     planned = db.prune(target=SM_90, keep=["new"], dry_run=True)
     assert (planned["compile_facts"], planned["predictions"]) == (1, 1)
     removed = db.prune(target=SM_90, keep=["new"])
     assert (removed["compile_facts"], removed["predictions"], removed["extras"]) == (1, 1, 1)
     rows = db.stats()["rows"]
-    assert (rows["compile_facts"], rows["predictions"], rows["extras"], rows["trials"]) == (0, 0, 1, 1)
-    assert (rows["environments"], rows["variants"], rows["devices"]) == (1, 1, 1)
+    assert (rows["compile_facts"], rows["predictions"], rows["extras"], rows["trials"]) == (0, 0, 1, 2)
+    assert (rows["environments"], rows["variants"], rows["devices"]) == (1, 2, 2)
     assert db.verify() == []
 
 

@@ -15,6 +15,8 @@ import sqlalchemy as sa
 from pagegen.db.schema import SCHEMA_VERSION, revision, schema_info
 
 FIRST = 1
+# The tables that came with a version, whose rows have no place in an earlier one.
+_SINCE = {2: ("compile_facts", "predictions", "extras")}
 # Alembic hands the connection to a migration by a name that the whole process shares.
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -45,6 +47,13 @@ def migrate(connection: sa.Connection, version: int = SCHEMA_VERSION) -> None:
     connection.execute(schema_info.update().values(version=version))
     if version == FIRST:
         revision.drop(connection)
+
+
+def losses(connection: sa.Connection, version: int) -> dict[str, int]:
+    """What goes on the way down to `version`: rows by table, of those that it does not have. Empty on the way up."""
+    tables = [name for first, names in _SINCE.items() if first > version for name in names]
+    counts = {name: connection.execute(sa.select(sa.func.count()).select_from(sa.table(name))) for name in tables}
+    return {name: int(found) for name, result in counts.items() if (found := result.scalar_one())}
 
 
 def build(connection: sa.Connection, version: int) -> None:

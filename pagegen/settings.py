@@ -47,7 +47,7 @@ def omp_wait_policy() -> str:
 
 
 def measuring_environment() -> dict[str, str]:
-    """The environment of a process that measures: this one's, with `omp_wait_policy`, which OpenMP reads as it loads."""
+    """The environment of a process that measures: this one's, and `omp_wait_policy`, which OpenMP reads as it loads."""
     return {**os.environ, "OMP_WAIT_POLICY": omp_wait_policy()}
 
 

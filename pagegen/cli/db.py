@@ -242,11 +242,13 @@ def verify(url: str | None, as_json: bool) -> None:
 
     with _database(url, read_only=True) as db:
         problems = db.verify()
-        stale = [s for s in _staleness(db) if s.state != VALID]
+        states = list(_staleness(db))
         name = db.name
+    stale = [s for s in states if s.state != VALID]
 
     def text() -> str:
         told = [f"{s.state}: {s.place}: {s.why}" for s in stale]
+        told += [f"{VALID}: {len(states) - len(stale)} of the {len(states)} portfolios in use"]
         return "\n".join([*(problems or [f"{name} is sound"]), *told])
 
     document = {"database": name, "problems": problems, "stale": [s.to_dict() for s in stale]}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pagegen.cli import options, output
-from pagegen.spec import AttentionSpec, Profile, Target
+from pagegen.spec import AttentionSpec, Profile, Target, dtype_name
+from pagegen.spec.dtypes import QUERY_DTYPES
 from pagegen.spec.models import find_geometry
 
 if TYPE_CHECKING:
@@ -82,6 +85,7 @@ def command(
     profile = profile_of(profile_name)
     num_layers = find_geometry(model).attn_layers
     from pagegen import selection
+    from pagegen.db.block_size import TIE
 
     if sql:
         with output.plain_failures():
@@ -93,23 +97,44 @@ def command(
         )
     document = {
         "model": model,
+        "q_dtype": dtype_name(spec.q_dtype),
+        "kv_dtype": dtype_name(spec.kv_dtype),
         "profile": profile.name,
         "target": str(target),
         "objective": objective,
         "memory_bytes": memory,
         "num_layers": num_layers,
         "best_block_size": rows[0].block_size,
+        "ties": [row.block_size for row in rows if row.step_us <= rows[0].step_us * (1 + TIE)],
         "rows": [row.to_dict() for row in rows],
-        "hint": _hint(rows, model, profile_name, target),
+        "hint": _hint(rows, model, profile_name, target, _other_dtypes(spec, target, url)),
     }
     output.show(document, as_json, lambda: _text(rows, document, table_format))
 
 
-def _hint(rows: list[BlockSizeRow], model: str, profile: str, target: Target) -> str | None:
+def _other_dtypes(spec: AttentionSpec, target: Target, url: str | None) -> list[str]:
+    """The dtypes, of queries and cache alike, that the same attention was measured with besides its own."""
+    from pagegen import targets
+    from pagegen.db import DatabaseError, open_db
+
+    code = targets.code_hash(target)
+    with contextlib.suppress(DatabaseError), open_db(url, read_only=True) as db:  # the rows say what is wrong with it
+        others = [dtype for dtype in QUERY_DTYPES if dtype != spec.q_dtype]
+        alike = {dtype_name(dtype): spec.replace(q_dtype=dtype, kv_dtype=dtype) for dtype in others}
+        return [name for name, other in alike.items() if db.measured_layouts(other, target, code)]
+    return []
+
+
+def _hint(
+    rows: list[BlockSizeRow], model: str, profile: str, target: Target, other_dtypes: Sequence[str] = ()
+) -> str | None:
     if all(row.kind == "measured" for row in rows):
         return None
     command_line = f"pagegen tune --model {model} --profile {profile} --target {target}"
     if all(row.measured_share + row.scaled_share == 0 for row in rows):
+        if other_dtypes:
+            known = " and ".join(other_dtypes)
+            return f"all times are predictions: measured was {known} only (--q-dtype); run {command_line}"
         if any(row.reason.startswith("predicted, not measured") for row in rows):  # it was run, without that GPU
             return f"nothing was measured: all times are predictions until {command_line} has run where that GPU is"
         return f"nothing was measured: all times are predictions; run {command_line}"
@@ -151,15 +176,24 @@ def _text(rows: list[BlockSizeRow], document: dict[str, Any], table_format: str)
     table = output.table([_shown(row) for row in rows], columns, table_format)
     best = rows[0]
     lines = [
-        f"{document['model']} on {best.device}, profile {document['profile']}, best {document['objective']} first",
+        f"{document['model']} in {document['q_dtype']}, cache {document['kv_dtype']}, on {best.device}, profile "
+        f"{document['profile']}, best {document['objective']} first",
         "",
         table,
         "",
         f"block size {best.block_size} {best.order}: {best.reason}",
+        *_tie(document["ties"]),
         "step, p50 and p99: attention in one layer; tokens/s: attention in all "
         f"{document['num_layers']} layers and nothing else",
     ]
     return "\n".join([*lines, document["hint"]] if document["hint"] else lines)
+
+
+def _tie(sizes: Sequence[int]) -> list[str]:
+    """What to make of block sizes whose step times are alike."""
+    if len(sizes) < 2:
+        return []
+    return [f"a tie: the step times of block sizes {', '.join(map(str, sizes))} are alike; what they waste decides"]
 
 
 def _shown(row: BlockSizeRow) -> dict[str, Any]:

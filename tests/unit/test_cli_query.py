@@ -81,6 +81,23 @@ def test_query_prints_the_measured_table(url, profile):
     assert "run pagegen tune" not in text
 
 
+def test_query_says_which_dtype_it_asked_for_and_which_one_was_measured(url, profile):
+    text = run(*QUERY, "--profile", profile, "--db", url).stdout
+    assert text.startswith("llama-3.1-8b in bfloat16, cache bfloat16, on NVIDIA H100")
+    other = run(*QUERY, "--profile", profile, "--db", url, "--q-dtype", "float16").stdout
+    assert other.startswith("llama-3.1-8b in float16") and "measured was bfloat16 only (--q-dtype)" in other
+
+
+def test_query_calls_block_sizes_of_equal_times_a_tie(tmp_path, profile, url):
+    shown = document(*QUERY, "--profile", profile, "--db", tmp_path / "none.db")
+    assert shown["ties"] == [16, 32, 64, 128] and len({round(row["step_us"], 1) for row in shown["rows"]}) == 1
+    assert (
+        "a tie: the step times of block sizes 16, 32, 64, 128 are alike"
+        in run(*QUERY, "--profile", profile, "--db", tmp_path / "none.db").stdout
+    )
+    assert "a tie" not in run(*QUERY, "--profile", profile, "--db", url).stdout  # one block size
+
+
 def test_query_as_json_is_one_document_with_every_figure(url, profile):
     found = document(*QUERY, "--profile", profile, "--db", url, "--memory", "40GiB", "--objective", "latency")
     assert (found["best_block_size"], found["memory_bytes"], found["num_layers"]) == (64, 40 * 2**30, 32)

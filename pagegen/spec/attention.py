@@ -55,7 +55,8 @@ class AttentionSpec:
             raise ValueError(f"q_dtype must be float32, float16 or bfloat16, got {dtype_name(q_dtype)}")
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else check.number("scale", self.scale)
         if self.window is not None:
-            check.count("window", self.window)
+            # no context is longer than what a database column holds, so a wider window is that one
+            object.__setattr__(self, "window", min(check.integer("window", self.window), check.MAX_COUNT))
         if self.logit_softcap is not None and check.number("logit_softcap", self.logit_softcap) <= 0:
             raise ValueError(f"logit_softcap must be positive, got {self.logit_softcap!r}")
         for name in ("score_mod", "mask_mod"):

@@ -161,16 +161,20 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -
     # Zen 4. Long queries: 75 % of the bf16 peak, with 64 tokens 71 %. Decode: 128 tokens in 8 streams and heads in turn
     # reach 1.2 times the bandwidth of 64 in 4 by one head. In NHD order a head's rows are strewn: read by tokens it is
     # 1.2 times as fast, the same for every block size. An item then takes fewer tokens, so that it can have all heads:
-    # one sequence of 4096 tokens is 1.25 times as fast with 512. What must be converted wants a head's whole tiles.
+    # one sequence of 4096 tokens is 1.25 times as fast with 512. Rows of 128 bytes and less are too short for that: by
+    # heads in tiles of 64 they are 1.25 (8 KV heads) to 1.45 times (2) as fast. What must be converted wants a head's
+    # whole tiles; int8, which is multiplied as it is, 8 streams of them (1.1 times as fast as 4).
     if not decode:
         return CppVariant(tile_kv=256, streams=8, heads_together=8)
     if layout.order == "HND" or spec.num_kv_heads == 1:
         return CppVariant(tile_kv=128, streams=8, heads_together=8)
     if spec.kv_dtype in (torch.bfloat16, torch.float32):
+        if spec.head_dim * spec.kv_dtype.itemsize <= 128:
+            return CppVariant(tile_kv=64, streams=8, heads_together=8, prefetch_ahead=2)
         return CppVariant(
             tile_kv=128, streams=8, heads_together=8, read_order="token", prefetch_ahead=2, split_tokens=512
         )
-    return CppVariant(tile_kv=128, streams=4, heads_together=8, prefetch_ahead=2)
+    return CppVariant(tile_kv=128, streams=8 if spec.kv_dtype == torch.int8 else 4, heads_together=8, prefetch_ahead=2)
 
 
 @functools.cache

@@ -37,4 +37,5 @@ def test_random_operations_never_mix_up_what_sequences_read(machine, examples, l
         ),
     )
     assert COUNTS["steps"] >= least, COUNTS
-    assert all(COUNTS[what] for what in RARE), COUNTS
+    if least >= 20_000:  # in fewer steps one of them may well not come about
+        assert all(COUNTS[what] for what in RARE), COUNTS

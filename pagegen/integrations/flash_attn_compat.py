@@ -15,7 +15,7 @@ from torch import Tensor
 from pagegen.ops import paged_attention, rope_write_kv, write_kv
 
 _BLOCK = 16
-Result = Tensor | tuple[Tensor, ...]
+Result = Tensor | tuple[Tensor | None, ...]
 
 
 def flash_attn_func(
@@ -47,7 +47,7 @@ def flash_attn_func(
         _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux),
     )  # fmt: skip
     out = out.unflatten(0, (batch, queries))
-    return (out, lse.view(batch, queries, heads).transpose(1, 2), None) if return_attn_probs else out  # type: ignore[return-value]
+    return (out, lse.view(batch, queries, heads).transpose(1, 2), None) if return_attn_probs else out
 
 
 def flash_attn_varlen_func(
@@ -80,7 +80,7 @@ def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, _host(max_seqlen_q), _host(max_seqlen_k), block_table,
         _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux),
     )  # fmt: skip
-    return (out, lse.T, None) if return_attn_probs else out  # type: ignore[return-value]
+    return (out, lse.T, None) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(

@@ -37,8 +37,8 @@ def paged_attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`torch.ops.pagegen.paged_attention`; see `pagegen.paged_attention` for the arguments."""
-    if q.requires_grad:  # a call costs 0.3 us
-        gradients.refuse(q=q)
+    if q.requires_grad or k_cache.requires_grad or (v_cache is not None and v_cache.requires_grad):  # a call: 0.3 us
+        gradients.refuse(q=q, k_cache=k_cache, v_cache=v_cache)
     seen = _seen(q, k_cache, v_cache, block_table, seq_lens, options)
     key = passed = _PASSED.get(seen)
     if key is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pagegen.db import Database
     from pagegen.db.leads import Lead
 
+log = logging.getLogger(__name__)
 # Portfolios looked at for near misses, the newest first, and how many are shown.
 LOOKED_AT, SHOWN = 500, 5
 # A portfolio that differs in more fields than this is no near miss.
@@ -73,7 +75,8 @@ def explain_selection(
     chosen = selected(ladder)
     try:
         misses = near_misses(ladder, chosen)
-    except Exception:  # its state is in the reason already; what cannot be read cannot nearly answer
+    except Exception as error:  # what cannot be read cannot nearly answer, and must not cost the answer that there is
+        log.warning("the near misses are left out: %s", error)
         misses = ()
     return Explanation(selection=chosen, rungs=_rungs(ladder, chosen), near_misses=misses)
 

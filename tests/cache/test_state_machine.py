@@ -10,6 +10,7 @@ from machine_faults import CacheMachine, TensorMachine
 
 STEPS = 50  # operations of an example at most
 NIGHTLY = 100  # times as many examples
+RUNS = 5  # at most, until each rare thing has come about: 2,600 steps once had no copy on write
 
 # What must have come about in a run for it to say anything.
 RARE = (
@@ -27,15 +28,17 @@ RARE = (
 def test_random_operations_never_mix_up_what_sequences_read(machine, examples, least, nightly):
     COUNTS.clear()
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples * (NIGHTLY if nightly else 1),
-            stateful_step_count=STEPS,
-            deadline=None,
-            suppress_health_check=checks,
-        ),
-    )
+    for _ in range(RUNS):
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=examples * (NIGHTLY if nightly else 1),
+                stateful_step_count=STEPS,
+                deadline=None,
+                suppress_health_check=checks,
+            ),
+        )
+        if all(COUNTS[what] for what in RARE):
+            break
     assert COUNTS["steps"] >= least, COUNTS
-    if least >= 20_000:  # in fewer steps one of them may well not come about
-        assert all(COUNTS[what] for what in RARE), COUNTS
+    assert all(COUNTS[what] for what in RARE), COUNTS

@@ -129,6 +129,14 @@ def test_what_wants_a_gradient_is_refused_by_name_and_runs_without(caches, compi
         torch.testing.assert_close(run(made(3, 4, DIM)), step(made(3, 4, DIM)))
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_cache_that_wants_a_gradient_is_refused_by_name(caches, name):
+    given = dict(zip(("k_cache", "v_cache"), caches, strict=True))
+    given[name].requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name} must not require gradients"):
+        attend(made(3, 4, DIM), TABLE, LENS, **given)
+
+
 def test_keys_that_want_a_gradient_are_not_written(caches):
     before = caches[0].clone()
     k = made(1, KV_HEADS, DIM).requires_grad_()

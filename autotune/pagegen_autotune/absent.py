@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from pagegen import settings
+from pagegen import costs, settings
 from pagegen.spec import CacheLayout
 from pagegen_autotune.cells import Cell
 from pagegen_autotune.compiling import Compilers
@@ -106,7 +106,11 @@ def _decided(job: Job, prediction: Prediction, layout: CacheLayout, cells: list[
 def _saved(job: Job, prediction: Prediction, row: Row) -> list[str]:
     """Stores a row; the words for one that is not stored, since a measured one is there."""
     layout, told = row.layout, []
-    stored = job.store.portfolio(job.spec, layout, job.device.target, job.code_hash)
+    # the product that stands for its arch gives way to what was measured on any
+    stands = job.device == costs.shipped_device(job.device.target)
+    stored = job.store.portfolio(
+        job.spec, layout, job.device.target, job.code_hash, device=None if stands else job.device
+    )
     if stored is not None and stored.evidence.get("kind") == "measured":
         told = [f"block size {layout.block_size} {layout.order}: the measured rule in the database stays"]
     else:

@@ -48,7 +48,7 @@ class Store(Protocol):
     ) -> Any: ...  # fmt: skip
 
     def portfolio(
-        self, spec: AttentionSpec, layout: CacheLayout, target: Target, code_hash: str
+        self, spec: AttentionSpec, layout: CacheLayout, target: Target, code_hash: str, device: Device | None = None
     ) -> DispatchRule | None: ...
 
     def save_profile(self, profile: Profile) -> Any: ...

@@ -133,6 +133,7 @@ def serve_block_sizes(
     seed: int = 0,
     objective: str = "throughput",
     on_run: Callable[[int, int], object] | None = None,
+    device: Device | str | None = None,
 ) -> list[ServedBlockSize]:
     """Block sizes of `selection.best_block_size`, simulated, best first by `objective`: "throughput" by the server's
     output tokens/s, "latency" by the p99 between tokens and then to the first token. Within TIE, less waste goes first.
@@ -155,7 +156,7 @@ def serve_block_sizes(
     if trace is None:
         trace = drawn_trace(profile, requests, seed)
         prefix_block_tokens = None if trace.prefix_runs is None else id_tokens(profile)
-    rows = selection.best_block_size(spec, target, profile, db=db, num_layers=num_layers)
+    rows = selection.best_block_size(spec, target, profile, db=db, num_layers=num_layers, device=device)
     costs = [fit(profile, row.workload_us) for row in rows]
     token_bytes = spec.kv_bytes_per_token * num_layers
 

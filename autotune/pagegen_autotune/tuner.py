@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from pagegen import costs, targets
+from pagegen import targets
+from pagegen.selection import device_for
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant, check
 from pagegen.spec.layout import USUAL_BLOCK_SIZES
 from pagegen_autotune import known
@@ -53,6 +54,7 @@ def tune(
     clock: Callable[[], float] = time.monotonic,
     seed: int = 0,
     only: Mapping[CacheLayout, Mapping[str, Sequence[Variant]]] | None = None,
+    device: Device | str | None = None,
 ) -> Report:
     """Finds the variants that serve `spec` best on the batches of `profile`, for each block size and memory order.
 
@@ -65,7 +67,8 @@ def tune(
     "cvar", the mean of its slowest 5 %; each over the batches of a class.
     Ctrl-C and SIGTERM end the run early: the report then says `interrupted`, and the next run goes on from there.
     `bench` and `clock` replace what compiles, checks and times, and what tells the time. `only` names the layouts and
-    for each class of batches ("decode", "mixed" or "all") the variants to measure in place of a search.
+    for each class of batches ("decode", "mixed" or "all") the variants to measure in place of a search. `device` is the
+    product of the target that is meant ("NVIDIA H200"): where this machine's is another, the run is a prediction.
 
     Raises ValueError for a spec that no generated kernel serves, for the interpreter and for bad arguments, TuneError
     when not even a default variant passes its check or an absent GPU cannot be compiled for, and the database's errors.
@@ -80,16 +83,16 @@ def tune(
         store: Store = stack.enter_context(_open(db)) if db is None or isinstance(db, str) else db
         stop = stack.enter_context(StopSignal())
         start = clock()
-        here = bench is not None or is_present(where)
-        device = targets.current_device(where) if here else costs.shipped_device(where)
-        job = Job(spec, profile, device, store, layouts, strategy, objective, only)
+        meant = device_for(where, device)
+        here = bench is not None or (is_present(where) and meant == targets.current_device(where))
+        job = Job(spec, profile, meant, store, layouts, strategy, objective, only)
         store.save_profile(profile)
         if here:
-            used = bench or stack.enter_context(_bench(spec, where, device, profile, seed))
+            used = bench or stack.enter_context(_bench(spec, where, meant, profile, seed))
             facts = _measured(job, used, clock, budget_s, budget_trials, stop, progress, seed)
         else:
             facts = _predicted(job, clock, budget_s, stop, progress)
-        return Report(profile=profile.name, device=device, seconds=clock() - start, **facts)
+        return Report(profile=profile.name, device=meant, seconds=clock() - start, **facts)
 
 
 def _bench(

@@ -22,7 +22,7 @@ def elsewhere(store: Store, spec: AttentionSpec, layout: CacheLayout, device: De
     if not isinstance(store, Database):
         return []
     try:
-        found = Ladder(spec, layout.canonical(spec.num_kv_heads), device.target, store).candidates()
+        found = Ladder(spec, layout.canonical(spec.num_kv_heads), device.target, store, named=device).candidates()
     except Exception as error:  # a damaged row must not end a run that can do without guesses
         log.warning("tuning goes on without the winners of other devices: %s", error)
         return []

@@ -33,6 +33,7 @@ PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")
     help="Leading tokens that all sequences have in common; whole blocks of them are shared.",
 )
 @options.target_option
+@options.device_option
 @click.option(
     "--rejected", is_flag=True, help="Also list how many variants each rule, compiler and failed trial ruled out."
 )
@@ -50,6 +51,7 @@ def command(
     queries: int,
     shared_prefix: int,
     target: Target,
+    device: str | None,
     rejected: bool,
     url: str | None,
     as_json: bool,
@@ -69,15 +71,15 @@ def command(
     from pagegen import selection
 
     with output.plain_failures():
-        explanation = selection.explain_selection(spec, layout, target, workload, db=url)
-        device = selection.device_for(target)
-        times_us = measured_us(spec, layout, device, workload, url)
+        explanation = selection.explain_selection(spec, layout, target, workload, db=url, device=device)
+        meant = selection.device_for(target, device)
+        times_us = measured_us(spec, layout, meant, workload, url)
         document = explain(
-            spec, layout, device, workload, explanation.selection, prefix_groups=groups, times_us=times_us
+            spec, layout, meant, workload, explanation.selection, prefix_groups=groups, times_us=times_us
         )
         document |= explanation.ladder_dict()
         if rejected:
-            document |= rejections(spec, layout, device, url, decode=queries == 1)
+            document |= rejections(spec, layout, meant, url, decode=queries == 1)
     output.show({"model": model, **document}, as_json, lambda: _text(model, document))
 
 

@@ -88,6 +88,14 @@ def target_option(command: Command) -> Command:
     )(command)
 
 
+def device_option(command: Command) -> Command:
+    """`--device`, a product of the target."""
+    return click.option(
+        "--device",
+        help='The product of the target that is meant ("NVIDIA H200", or h200), if it is not in this machine.',
+    )(command)
+
+
 def named_variant(name: str, target: Target) -> Variant:
     """The variant that `--variant` names, of the family that `target` takes."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ def profile_of(name: str) -> Profile:
 @options.model_options
 @options.profile_option
 @options.target_option
+@options.device_option
 @click.option("--memory", type=SizeType(), help="Memory for the cache (40GiB): how many sequences it admits.")
 @click.option(
     "--objective", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True,
@@ -69,6 +71,7 @@ def command(
     kv_dtype: str | None,
     profile_name: str,
     target: Target,
+    device: str | None,
     memory: int | None,
     objective: str,
     url: str | None,
@@ -89,12 +92,13 @@ def command(
 
     if sql:
         with output.plain_failures():
-            click.echo(_statements(spec, target, profile, url))
+            click.echo(_statements(spec, target, device, profile, url))
         return
     with output.plain_failures():
         rows = selection.best_block_size(
-            spec, target, profile, db=url, memory_bytes=memory, objective=objective, num_layers=num_layers
-        )
+            spec, target, profile, db=url, memory_bytes=memory, objective=objective, num_layers=num_layers,
+            device=device,
+        )  # fmt: skip
     document = {
         "model": model,
         "q_dtype": dtype_name(spec.q_dtype),
@@ -107,7 +111,7 @@ def command(
         "best_block_size": rows[0].block_size,
         "ties": [row.block_size for row in rows if row.step_us <= rows[0].step_us * (1 + TIE)],
         "rows": [row.to_dict() for row in rows],
-        "hint": _hint(rows, model, profile_name, target, _other_dtypes(spec, target, url)),
+        "hint": _hint(rows, model, profile_name, target, device, _other_dtypes(spec, target, url)),
     }
     output.show(document, as_json, lambda: _text(rows, document, table_format))
 
@@ -126,11 +130,14 @@ def _other_dtypes(spec: AttentionSpec, target: Target, url: str | None) -> list[
 
 
 def _hint(
-    rows: list[BlockSizeRow], model: str, profile: str, target: Target, other_dtypes: Sequence[str] = ()
-) -> str | None:
+    rows: list[BlockSizeRow], model: str, profile: str, target: Target, device: str | None,
+    other_dtypes: Sequence[str] = (),
+) -> str | None:  # fmt: skip
     if all(row.kind == "measured" for row in rows):
         return None
     command_line = f"pagegen tune --model {model} --profile {profile} --target {target}"
+    if device is not None:
+        command_line += f" --device {shlex.quote(device)}"
     if all(row.measured_share + row.scaled_share == 0 for row in rows):
         if other_dtypes:
             known = " and ".join(other_dtypes)
@@ -143,20 +150,20 @@ def _hint(
     return f"some rows rest on the cost model for part of the traffic; run {command_line}"
 
 
-def _statements(spec: AttentionSpec, target: Target, profile: Profile, url: str | None) -> str:
+def _statements(spec: AttentionSpec, target: Target, named: str | None, profile: Profile, url: str | None) -> str:
     """What is asked of the database: the layouts, then for each its samples with the variants that serve it."""
     from pagegen import selection, targets
     from pagegen.db import open_db, statements
     from pagegen.db.figures import medians_statement
 
-    code, device = targets.code_hash(target), selection.device_for(target)
+    code, device = targets.code_hash(target), selection.device_for(target, named)
     with open_db(url, read_only=True) as db:
         parts = [
             "-- the block sizes that were measured",
             statements.text_of(db, statements.layouts(spec, target, code)),
         ]
         for layout in db.measured_layouts(spec, target, code):
-            rule = selection.rule_for(spec, layout, target, db)
+            rule = selection.rule_for(spec, layout, target, db, device=device)
             statement = medians_statement(spec, layout, device, code, rule.variants, profile.workloads)
             parts += [
                 f"-- samples at block size {layout.block_size} {layout.order} on {device.name}",

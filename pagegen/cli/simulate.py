@@ -33,6 +33,7 @@ _REQUESTS = {
 @options.model_options
 @options.profile_option
 @options.target_option
+@options.device_option
 @click.option("--memory", type=SizeType(), required=True, help="Memory for the cache over all layers (40GiB).")
 @click.option(
     "--weights", type=SizeType(),
@@ -65,6 +66,7 @@ def command(
     kv_dtype: str | None,
     profile_name: str,
     target: Target,
+    device: str | None,
     memory: int,
     weights: int | None,
     trace: Path | None,
@@ -87,7 +89,7 @@ def command(
 
     with output.plain_failures():
         requests, prefix_block_tokens = (None, None) if trace is None else _requests(trace, skip_bad)
-        rest = None if weights is None else Rest.of_weights(weights, selection.device_for(target))
+        rest = None if weights is None else Rest.of_weights(weights, selection.device_for(target, device))
         with tqdm(desc="simulating", unit=" block sizes", file=sys.stderr, leave=False, disable=None) as bar:
 
             def on_run(done: int, total: int) -> None:
@@ -96,7 +98,8 @@ def command(
 
             served = serve_block_sizes(
                 spec, target, profile, memory_bytes=memory, trace=requests, prefix_block_tokens=prefix_block_tokens,
-                db=url, num_layers=find_geometry(model).attn_layers, rest=rest, on_run=on_run, **choices,
+                db=url, num_layers=find_geometry(model).attn_layers, rest=rest, on_run=on_run, device=device,
+                **choices,
             )  # fmt: skip
     document = {
         "model": model,

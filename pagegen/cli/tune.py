@@ -52,6 +52,7 @@ class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
 @options.model_options
 @options.profile_option
 @options.target_option
+@options.device_option
 @click.option("--block-sizes", type=SizesType(), default=_USUAL, show_default=True, help="By commas.")
 @click.option(
     "--order", "orders", type=click.Choice(ORDERS), multiple=True, default=["NHD"], show_default=True,
@@ -82,6 +83,7 @@ def command(
     kv_dtype: str | None,
     profile_name: str,
     target: Target,
+    device: str | None,
     block_sizes: tuple[int, ...],
     orders: tuple[str, ...],
     budget: float | None,
@@ -116,7 +118,7 @@ def command(
             else:
                 report = tune(
                     spec, profile, block_sizes=block_sizes, target=target, db=url, budget_s=budget, orders=orders,
-                    strategy=strategy, objective=objective, budget_trials=trials,
+                    strategy=strategy, objective=objective, budget_trials=trials, device=device,
                 )  # fmt: skip
         except TuneError as error:
             raise output.Failure(str(error)) from error

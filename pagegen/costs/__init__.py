@@ -1,7 +1,7 @@
 """What a variant costs and where it may run: symbols for legality, bytes, flops and time."""
 
 from pagegen.costs.candidates import candidates
-from pagegen.costs.devices import shipped_device
+from pagegen.costs.devices import product, shipped_device
 from pagegen.costs.fitted import MAX_FACTOR, Fit
 from pagegen.costs.model import flops, kv_bytes, parts, predict_us, reduce_us, roofline_us
 from pagegen.costs.parts import Parts
@@ -32,6 +32,7 @@ __all__ = [
     "parts",
     "predict_us",
     "prefix_workloads",
+    "product",
     "reduce_us",
     "reference_us",
     "roofline_us",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 from pathlib import Path
 
 import pagegen.spec
@@ -48,3 +49,20 @@ def shipped_device(target: Target | str, *, name: str | None = None) -> Device:
         return next((device for device in found if device.name == name), found[0])
     known = ", ".join(sorted({str(device.target) for device in shipped_devices()}))
     raise ValueError(f"target must be an arch of the device table ({known}), got {target}")
+
+
+def product(target: Target | str, name: str) -> Device:
+    """The product of an arch that `name` names, in full ("NVIDIA H200") or by words that no other row of the arch has
+    ("h200", "a100 pcie"), in any case.
+
+    Raises ValueError for a name that fits no product of the arch, or several, naming those that there are.
+    """
+    target = Target.parse(target)
+    rows = [device for device in shipped_devices() if device.target == target]
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    exact = [device for device in rows if device.name.lower() == name.strip().lower()]
+    found = exact or [d for d in rows if words and set(words) <= set(re.findall(r"[a-z0-9]+", d.name.lower()))]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(device.name for device in found or rows) or "none in the device table"
+    raise ValueError(f"device must name one product of {target} ({names}), got {name!r}")

@@ -147,11 +147,14 @@ class Database(Reader):
 
     # --- asking ---------------------------------------------------------------------------------------------
 
-    def select(self, spec: AttentionSpec, layout: CacheLayout, target: Target | str, workload: Workload) -> Selection:
+    def select(
+        self, spec: AttentionSpec, layout: CacheLayout, target: Target | str, workload: Workload,
+        *, device: Device | str | None = None,
+    ) -> Selection:  # fmt: skip
         """The variant for one batch, and why; see `pagegen.selection.select`. Never raises for a miss."""
         from pagegen import selection  # the one import upwards: asking is the database's verb, the ladder is above it
 
-        return selection.select(spec, layout, target, workload, db=self)
+        return selection.select(spec, layout, target, workload, db=self, device=device)
 
     def best_block_size(
         self,
@@ -162,13 +165,15 @@ class Database(Reader):
         memory_bytes: int | None = None,
         objective: str = "throughput",
         num_layers: int = 1,
+        device: Device | str | None = None,
     ) -> list[BlockSizeRow]:
         """Block sizes for a profile, best first; see `pagegen.selection.best_block_size`."""
         from pagegen import selection
 
         return selection.best_block_size(
-            spec, target, profile, db=self, memory_bytes=memory_bytes, objective=objective, num_layers=num_layers
-        )
+            spec, target, profile, db=self, memory_bytes=memory_bytes, objective=objective, num_layers=num_layers,
+            device=device,
+        )  # fmt: skip
 
     def digest(self, spec: AttentionSpec, layout: CacheLayout, target: Target | str) -> ChoiceDigest:
         """What the choice for a kernel rests on, for comparing the ranks of a job; see `pagegen.selection.ranks`."""

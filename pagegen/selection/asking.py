@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def select(
-    spec: AttentionSpec, layout: CacheLayout, target: Target | str, workload: Workload, db: Database | str | None = None
-) -> Selection:
+    spec: AttentionSpec, layout: CacheLayout, target: Target | str, workload: Workload,
+    db: Database | str | None = None, *, device: Device | str | None = None,
+) -> Selection:  # fmt: skip
     """The variant for one batch: the first answer on the ladder (see `pagegen.selection.ladder`) whose evidence lies
     within the validity radius of the batch, with its grade and confidence.
 
@@ -28,11 +29,21 @@ def select(
 
     `predicted_us` is the median of the variant's trials on this very batch (`evidence["time"]` is "measured"), else
     that on the nearest batch, scaled by the cost model's ratio of the two ("scaled"), else the cost model's own figure
-    ("predicted"; the reference path's where it serves), else None. Never raises for a database; TypeError, ValueError
-    for wrong arguments.
+    ("predicted"; the reference path's where it serves), else None. `device` is the product of the target that is meant
+    ("NVIDIA H200"), where it is not this machine's. Never raises for a database; TypeError, ValueError for wrong
+    arguments.
     """
+    return selected(ladder_for(spec, layout, target, workload, db, device))
+
+
+def ladder_for(
+    spec: AttentionSpec, layout: CacheLayout, target: Target | str, workload: Workload, db: Database | str | None,
+    device: Device | str | None,
+) -> Ladder:  # fmt: skip
+    """The ladder of a question about one batch. Raises TypeError or ValueError naming the argument."""
     target, layout = checked(spec, layout, target, workload)
-    return selected(Ladder(spec, layout, target, db, workload))
+    named = None if device is None else device_for(target, device)
+    return Ladder(spec, layout, target, db, workload, named)
 
 
 def checked(
@@ -50,7 +61,7 @@ def checked(
 
 def selected(ladder: Ladder) -> Selection:
     """The selection for a ladder that was set up for a batch."""
-    spec, layout, target, workload, db = ladder.spec, ladder.layout, ladder.target, ladder.workload, ladder.db
+    spec, layout, workload, db = ladder.spec, ladder.layout, ladder.workload, ladder.db
     if workload is None:
         raise ValueError("ladder must be for a workload, got none")
     rule = ladder.rule()
@@ -59,9 +70,9 @@ def selected(ladder: Ladder) -> Selection:
     us, further, evidence = None, 0.0, dict(rule.evidence)
     try:
         if evidence.get("kind") == "reference":
-            us, found = costs.reference_us(spec, layout, device_for(target), workload), {"time": "predicted"}
+            us, found = costs.reference_us(spec, layout, ladder.device, workload), {"time": "predicted"}
         else:
-            us, further, found = _expected(spec, layout, target, variant, workload, db)
+            us, further, found = _expected(spec, layout, ladder.device, variant, workload, db)
         evidence.update(found)
         dispatch = _dispatched(ladder, asked)
         if dispatch not in (None, variant):
@@ -93,11 +104,10 @@ def _dispatched(ladder: Ladder, asked: tuple[int, int, int]) -> Variant | None:
 
 
 def _expected(
-    spec: AttentionSpec, layout: CacheLayout, target: Target, variant: Variant, workload: Workload,
+    spec: AttentionSpec, layout: CacheLayout, device: Device, variant: Variant, workload: Workload,
     db: Database | str | None,
 ) -> tuple[float, float, dict[str, Any]]:  # fmt: skip
     """(microseconds, distance of the batch they were measured on, what they rest on)."""
-    device = device_for(target)
     expected = Expected(spec, layout, device, db)
 
     def predicted(load: Workload) -> float:
@@ -152,11 +162,13 @@ def best_block_size(
     memory_bytes: int | None = None,
     objective: str = "throughput",
     num_layers: int = 1,
+    device: Device | str | None = None,
 ) -> list[BlockSizeRow]:
     """Block sizes for a profile, best first (see `pagegen.db.block_size` for the figures and the order).
 
     The sizes are those that were measured for this spec, target and code, on this machine's device where it has
-    trials, else on the device with the most; where nothing was measured, the usual ones, predicted. `spec` is one
+    trials, else on the device with the most; where nothing was measured, the usual ones, predicted. With `device`, the
+    product of the target that is meant ("NVIDIA H200"), no other device's times are shown. `spec` is one
     layer: `num_layers` says how many share `memory_bytes` and make up a token. A database that cannot be read is named
     in the rows' `reason`.
 
@@ -170,22 +182,23 @@ def best_block_size(
     target = Target.parse(target)
     from pagegen.db import DatabaseError, block_size, figures
 
-    device, layouts = device_for(target), []
+    meant, layouts = device_for(target, device), []
     code = targets.code_hash(target)
     try:
         with opened(db) as source:
-            device = figures.measured_device(source, spec, code, device)
+            if device is None:
+                meant = figures.measured_device(source, spec, code, meant)
             layouts = source.measured_layouts(spec, target, code)
     except DatabaseError:
         pass  # every row's reason says what is wrong with it
     rows = []
     for layout in layouts or [CacheLayout(block_size=b) for b in USUAL_BLOCK_SIZES]:
-        rule = rule_for(spec, layout, target, db)
+        rule = rule_for(spec, layout, target, db, device=device)
         medians = {}
         try:
             with opened(db) as source:
                 medians = figures.medians(
-                    source, spec, layout, device, code, variants=rule.variants, workloads=profile.workloads
+                    source, spec, layout, meant, code, variants=rule.variants, workloads=profile.workloads
                 )
         except DatabaseError:
             pass  # as above
@@ -193,13 +206,13 @@ def best_block_size(
             block_size.row(
                 spec,
                 layout,
-                device,
+                meant,
                 profile,
                 rule,
                 medians,
                 memory_bytes=memory_bytes,
                 num_layers=num_layers,
-                expected=Expected(spec, layout, device, db).us,
+                expected=Expected(spec, layout, meant, db).us,
             )  # fmt: skip
         )
     return block_size.ranked(rows, objective)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pagegen import costs, targets
 from pagegen.selection.grades import ARCH, EXACT, NEAR, OTHER_ARCH, workload_distance
-from pagegen.spec import CacheLayout, Device, Target, Workload
+from pagegen.spec import CacheLayout, Device, Target, Workload, check
 
 if TYPE_CHECKING:
     from pagegen.db import Database
@@ -90,13 +90,23 @@ def alike(a: Device, b: Device) -> bool:
     return known and close and device_identity(as_b) == device_identity(b)
 
 
-def device_for(target: Target) -> Device:
-    """This machine's device for the target, or the shipped one that stands for an absent GPU. Raises ValueError for a
-    GPU arch that is neither here nor in the table."""
+def device_for(target: Target, device: Device | str | None = None) -> Device:
+    """The device that is meant: `device`, or the product of the target's arch that it names; where nothing is said,
+    this machine's, or the shipped one that stands for an absent GPU. Raises ValueError for a GPU arch that is neither
+    here nor in the table, a name that is not one product of the arch, and a device of another target."""
+    if isinstance(device, Device):
+        if device.target != target:
+            raise ValueError(f"device must be one of {target}, got {device.name} of {device.target}")
+        return device
+    named = None
+    if device is not None:
+        check.instance("device", device, str)
+        named = costs.product(target, device)
     try:
-        return targets.current_device(target)
+        here = targets.current_device(target)
     except ValueError:  # the GPU is not in this machine
-        return costs.shipped_device(target)
+        return named or costs.shipped_device(target)
+    return here if named is None or alike(here, named) else named
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagegen import targets
-from pagegen.selection.asking import checked, selected
+from pagegen.selection.asking import ladder_for, selected
 from pagegen.selection.candidates import candidate, opened
 from pagegen.selection.grades import GRADES, RADIUS, axes, workload_distance
 from pagegen.selection.ladder import Ladder
-from pagegen.spec import AttentionSpec, CacheLayout, Selection, Target, Workload
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Target, Workload
 
 if TYPE_CHECKING:
     from pagegen.db import Database
@@ -67,11 +67,11 @@ class Explanation:
 
 
 def explain_selection(
-    spec: AttentionSpec, layout: CacheLayout, target: Target | str, workload: Workload, db: Database | str | None = None
-) -> Explanation:
+    spec: AttentionSpec, layout: CacheLayout, target: Target | str, workload: Workload,
+    db: Database | str | None = None, *, device: Device | str | None = None,
+) -> Explanation:  # fmt: skip
     """`select`, with everything that was considered on the way. Never raises for a database."""
-    target, layout = checked(spec, layout, target, workload)
-    ladder = Ladder(spec, layout, target, db, workload)
+    ladder = ladder_for(spec, layout, target, workload, db, device)
     chosen = selected(ladder)
     try:
         misses = near_misses(ladder, chosen)

@@ -52,20 +52,25 @@ MAX_MISSED = 4
 
 
 def rule_for(
-    spec: AttentionSpec, layout: CacheLayout, target: Target | str, db: Database | str | None = None
-) -> DispatchRule:
+    spec: AttentionSpec, layout: CacheLayout, target: Target | str, db: Database | str | None = None,
+    *, device: Device | str | None = None,
+) -> DispatchRule:  # fmt: skip
     """The dispatch rule for a kernel: the best evidence there is, with its reason and distance (0: tuned right here).
 
     `db` is a Database, a path or URL, or None for the default database, which is opened for reading and never made.
+    `device` is the product of the target that is meant, where it is not this machine's (see `device_for`).
     Never raises for a database: what is wrong with it is part of the reason, and `evidence["missed"]` lists it;
     `evidence["grade"]` and `["confidence"]` say how good the answer is.
     """
-    return Ladder(spec, layout.canonical(spec.num_kv_heads), Target.parse(target), db).rule()
+    where = Target.parse(target)
+    named = None if device is None else device_for(where, device)
+    return Ladder(spec, layout.canonical(spec.num_kv_heads), where, db, named=named).rule()
 
 
 @dataclass
 class Ladder:
-    """The rungs for one question, about one batch where `workload` is given. `missed` collects why each rung above the
+    """The rungs for one question, about one batch where `workload` is given, and about the device `named` where it is
+    not the usual one of the target. `missed` collects why each rung above the
     answer had none, `rungs` the same by grade."""
 
     spec: AttentionSpec
@@ -73,6 +78,7 @@ class Ladder:
     target: Target
     db: Database | str | None
     workload: Workload | None = None
+    named: Device | None = None
     missed: list[str] = field(default_factory=list)
     rungs: dict[str, list[str]] = field(default_factory=lambda: {grade: [] for grade in GRADES})
     judged: list[Candidate] = field(default_factory=list)
@@ -238,7 +244,7 @@ class Ladder:
 
     @functools.cached_property
     def device(self) -> Device:
-        return device_for(self.target)
+        return device_for(self.target, self.named)
 
     # --- what was not -----------------------------------------------------------------------------------------
 

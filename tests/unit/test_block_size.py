@@ -181,6 +181,22 @@ def test_another_machines_trials_serve_where_this_one_has_none(db):
     assert (row.device, row.kind) == ("NVIDIA H200", "measured")
 
 
+def test_a_named_product_is_answered_for_itself_whatever_was_measured_on_others(db):
+    tuned(db, 16, {SHORT: 20.0, LONG: 60.0})
+    (row,) = ask(db, device="h200")
+    assert (row.device, row.kind) == ("NVIDIA H200", "predicted")
+    tuned(db, 16, {SHORT: 10.0, LONG: 50.0}, device=costs.product(SM_90, "h200"))
+    (row,) = ask(db, device="NVIDIA H200")
+    assert (row.device, row.kind, row.step_us) == ("NVIDIA H200", "measured", 0.75 * 10 + 0.25 * 50)
+
+
+def test_a_device_of_another_target_is_refused(db):
+    with pytest.raises(ValueError, match="device must be one of sm_90, got .*A100.* of sm_80"):
+        ask(db, device=costs.product("sm_80", "a100 pcie"))
+    with pytest.raises(TypeError, match="device must be a str, got int"):
+        ask(db, device=7)
+
+
 def test_confirming_samples_count_alone_since_those_of_the_search_flatter(db):
     tuned(db, 16, {SHORT: 10.0, LONG: 50.0})
     confirming = {"tuning_purpose": "confirm"}

@@ -81,6 +81,16 @@ def test_query_prints_the_measured_table(url, profile):
     assert "run pagegen tune" not in text
 
 
+def test_a_product_is_asked_for_by_name_and_the_hint_says_so_too(url, profile):
+    told = document(
+        "query", "--model", "llama-3.1-8b", "--target", "sm_90", "--device", "h200", "--profile", profile, "--db", url
+    )
+    assert {row["device"] for row in told["rows"]} == {"NVIDIA H200"}
+    assert "--target sm_90 --device h200" in told["hint"]
+    said = run(*QUERY, "--device", "a100", "--db", url, code=1).output
+    assert "device must name one product of sm_90" in said
+
+
 def test_query_says_which_dtype_it_asked_for_and_which_one_was_measured(url, profile):
     text = run(*QUERY, "--profile", profile, "--db", url).stdout
     assert text.startswith("llama-3.1-8b in bfloat16, cache bfloat16, on NVIDIA H100")

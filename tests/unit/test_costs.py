@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -334,6 +335,34 @@ def test_an_absent_gpu_is_the_first_verified_row_of_its_arch(target, name):
 def test_a_product_of_the_table_may_be_asked_by_name_and_another_name_gets_the_archs_row():
     assert costs.shipped_device(SM_90, name="NVIDIA H200").bandwidth_gb_s == 4800
     assert costs.shipped_device(SM_90, name="NVIDIA H20").name == H100.name
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "meant"),
+    [
+        ("sm_90", "NVIDIA H200", "NVIDIA H200"),
+        ("sm_90", "h200", "NVIDIA H200"),
+        ("sm_80", "a100 pcie", "NVIDIA A100 80GB PCIe"),
+        ("gfx942", "MI325X", "AMD Instinct MI325X"),
+    ],
+)
+def test_a_product_is_named_in_full_or_by_words_that_no_other_of_its_arch_has(target, name, meant):
+    assert costs.product(target, name).name == meant
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "said"),
+    [
+        ("sm_90", "h100", "NVIDIA H100 80GB HBM3, NVIDIA H100 PCIe"),  # two of them
+        ("sm_90", "a100", "NVIDIA H200"),  # none: all that there are
+        ("sm_90", "", "got ''"),
+        ("sm_90", "h", "NVIDIA H100 PCIe"),  # a word, not a part of one
+        ("cpu", "EPYC", "none in the device table"),
+    ],
+)
+def test_a_name_that_fits_no_product_or_several_is_refused_with_those_that_there_are(target, name, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        costs.product(target, name)
 
 
 def test_an_arch_without_a_row_is_refused_with_those_that_have_one():

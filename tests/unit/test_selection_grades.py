@@ -50,6 +50,16 @@ def near(workload: Workload) -> Workload:
     return Workload(context_lens=tuple(n + 1 for n in workload.context_lens), query_lens=workload.query_lens)
 
 
+def test_a_product_that_is_named_has_its_own_portfolios_first(db):
+    save(db, rule(TUNED))
+    save(db, rule(ANYWHERE), device=H200)
+    assert db.select(SPEC, LAYOUT, SM_90, DECODE).variant == TUNED
+    for named in ("h200", H200):
+        chosen = db.select(SPEC, LAYOUT, SM_90, DECODE, device=named)
+        assert (chosen.grade, chosen.variant) == ("exact", ANYWHERE)
+    assert db.select(SPEC, LAYOUT, SM_90, DECODE, device="h100 pcie").grade == "arch"
+
+
 def test_every_grade_is_reached_in_its_order_as_better_evidence_arrives(db):
     said = []
 

@@ -208,6 +208,24 @@ def test_a_measured_rule_is_not_replaced_by_a_prediction(db, compilers, times):
     assert any("measured rule in the database stays" in what for what in report.left_out)
 
 
+def test_a_product_that_is_named_is_predicted_for_itself(db, compilers, times):
+    report = predict(db, device="h200")
+    assert report.device.name == "NVIDIA H200"
+    assert db.portfolio(SPEC, LAYOUT, SM_90, "hash-1", device=report.device) is not None
+    assert db.portfolio(SPEC, LAYOUT, SM_90, "hash-1", device=costs.shipped_device(SM_90)) is None
+
+
+def test_what_was_measured_on_one_product_hides_no_prediction_for_another(db, compilers, times):
+    predicted = predict(db).rows[0].rule
+    measured = DispatchRule(clauses=predicted.clauses, reason="measured", evidence={"kind": "measured"})
+    h200 = costs.product(SM_90, "h200")
+    db.save_portfolio(
+        spec=SPEC, layout=LAYOUT, device=costs.shipped_device(SM_90), profile=PROFILE, rule=measured, code_hash="hash-1"
+    )
+    assert predict(db, device=h200).left_out == ()
+    assert db.portfolio(SPEC, LAYOUT, SM_90, "hash-1", device=h200).evidence["kind"] == "predicted"
+
+
 def test_a_spent_budget_compiles_nothing_and_keeps_the_default(db, compilers, times):
     clock = FakeClock()
 

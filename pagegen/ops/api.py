@@ -72,21 +72,26 @@ def paged_attention(
         "max_seq_len": max_seq_len,
         "scale": scale,
         "causal": causal,
-        "window": window,
-        "logit_softcap": logit_softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "k_scale": _scale("k_scale", k_scale, q),
-        "v_scale": _scale("v_scale", v_scale, q),
-        "k_zero": k_zero,
-        "v_zero": v_zero,
-        "tree_mask": tree_mask,
-        "kv_dtype": _dtype_name(kv_dtype),
-        "v_head_dim": v_head_dim,
         "batch_invariant": batch_invariant,
         "return_lse": return_lse,
-        "variant": variant.name if isinstance(variant, Variant) else variant,
     }
+    is_plain = window is None and logit_softcap is None and alibi_slopes is sinks is tree_mask is None
+    is_stored_as_it_is = k_scale is v_scale is None and k_zero is v_zero is None and kv_dtype is None
+    if not (is_plain and is_stored_as_it_is and v_head_dim is None and variant is None):  # naming all takes 1 us
+        options |= {
+            "window": window,
+            "logit_softcap": logit_softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "k_scale": _scale("k_scale", k_scale, q),
+            "v_scale": _scale("v_scale", v_scale, q),
+            "k_zero": k_zero,
+            "v_zero": v_zero,
+            "tree_mask": tree_mask,
+            "kv_dtype": _dtype_name(kv_dtype),
+            "v_head_dim": v_head_dim,
+            "variant": variant.name if isinstance(variant, Variant) else variant,
+        }
     # each argument given costs the dispatcher 0.25 us, the default or not
     options = {n: value for n, value in options.items() if value is not None and value is not _DEFAULTS.get(n)}
     if score_mod is not None or mask_mod is not None:

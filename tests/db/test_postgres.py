@@ -156,7 +156,7 @@ def test_an_older_schema_on_a_server_is_led_up_and_down(postgres, postgres_place
         migrations.build(connection, 1)
         _copy_of_version_1(connection)
     engine.dispose()
-    with pytest.raises(OlderSchema, match="schema version 1, this pagegen reads 2"):
+    with pytest.raises(OlderSchema, match=f"schema version 1, this pagegen reads {SCHEMA_VERSION}"):
         open_db(url, read_only=True)
     with open_db(url) as db:
         assert len(db.trials()) == 5

@@ -98,27 +98,30 @@ def _rungs(ladder: Ladder, chosen: Selection) -> tuple[Rung, ...]:
 
 
 def near_misses(ladder: Ladder, chosen: Selection) -> tuple[NearMiss, ...]:
-    """The stored portfolios that differ least from the question, field by field; the one that answered left out."""
+    """The stored portfolios that differ least from the question, field by field, each way of differing once; what
+    answered is left out."""
     from pagegen.db.leads import similar
 
     with opened(ladder.db) as db:
         leads = similar(db, LOOKED_AT)
     refused = {c.lead.digest: c.refused for c in ladder.judged}
     answered = next((c.lead for c in ladder.judged if not c.refused), None) if chosen.grade in GRADES[:4] else None
-    found = []
+    found: dict[str, tuple[Lead, dict[str, tuple[Any, Any]]]] = {}
     for lead in leads:
         if answered is not None and lead.digest == answered.digest:
             continue
         fields = differing(ladder, lead)
-        if fields is not None and len(fields) <= MAX_FIELDS:
-            found.append((lead, fields))
-    found.sort(key=lambda f: len(f[1]))  # stable: the newest first
+        why = refused.get(lead.digest, "")
+        # what differs in nothing was superseded by the answer; what differs alike, by the newest of its like
+        if fields is not None and len(fields) <= MAX_FIELDS and (fields or why):
+            found.setdefault(repr((lead.place, lead.target, fields, why)), (lead, fields))
+    nearest = sorted(found.values(), key=lambda f: len(f[1]))  # stable: the newest first
     return tuple(
         NearMiss(
             place=lead.place, target=str(lead.target), tuned_at=lead.created_at, fields=fields,
             why=refused.get(lead.digest, ""),
         )
-        for lead, fields in found[:SHOWN]
+        for lead, fields in nearest[:SHOWN]
     )  # fmt: skip
 
 

@@ -185,9 +185,7 @@ def test_rows_that_cannot_be_read_do_not_stop_a_migration_and_are_named_after_it
 
 def test_an_older_file_opened_for_reading_names_the_command(tmp_path):
     path = restored(tmp_path / "old.db", 1)
-    with pytest.raises(
-        OlderSchema, match=f"reads {SCHEMA_VERSION}: run pagegen db migrate --db .*old"
-    ):
+    with pytest.raises(OlderSchema, match=f"reads {SCHEMA_VERSION}: run pagegen db migrate --db .*old"):
         open_db(path, read_only=True)
     assert not list(tmp_path.glob("*-wal"))
 

@@ -320,3 +320,12 @@ def migrate(url: str | None, to: int | None, lossy: bool, as_json: bool) -> None
             db.store.migrate(version, lossy=lossy)
         name = db.name
     output.show({"database": name, "schema_version": version}, as_json, lambda: f"{name} has schema version {version}")
+
+
+@command.command()
+def roles() -> None:
+    """Prints the SQL that gives a shared PostgreSQL database its roles: one that reads, for serving, and one that adds,
+    for tuners. For psql."""
+    from pagegen import db
+
+    click.echo(Path(db.__file__).with_name("roles.sql").read_text(encoding="utf-8"), nl=False)

@@ -78,7 +78,9 @@ class Database(Reader):
 
     @contextmanager
     def atomic(self) -> Iterator[sa.Connection]:
-        """One transaction around several verbs: all of them happen, or none. Nested ones join the outermost."""
+        """One transaction around several verbs: all of them happen, or none. Nested ones join the outermost. Where a
+        server is lost in the middle, the verbs that record are done again once it is back; with statements of the
+        caller's own through the connection it fails then."""
         with self.store.writing() as connection:
             yield connection
 
@@ -88,26 +90,22 @@ class Database(Reader):
         """Stores a trial, durable when this returns; False when the identical one is there already."""
         check.instance("measurement", measurement, Measurement)
         plausible.refuse_absurd(measurement)
-        with self.atomic() as connection:
-            return Writer(connection).add_trial(measurement)
+        return self.store.add(lambda connection: Writer(connection).add_trial(measurement))
 
     def save_profile(self, profile: Profile) -> bool:
         """Stores a profile; False when the identical one is there already."""
         check.instance("profile", profile, Profile)
-        with self.atomic() as connection:
-            return Writer(connection).add_profile(profile)
+        return self.store.add(lambda connection: Writer(connection).add_profile(profile))
 
     def record_facts(self, facts: CompileFacts) -> bool:
         """Stores what a compiler made of a kernel; False when the identical facts are there already."""
         check.instance("facts", facts, CompileFacts)
-        with self.atomic() as connection:
-            return Writer(connection).add_facts(facts)
+        return self.store.add(lambda connection: Writer(connection).add_facts(facts))
 
     def record_prediction(self, prediction: Prediction) -> bool:
         """Stores a time that a model expects, apart from all trials; False when the identical one is there already."""
         check.instance("prediction", prediction, Prediction)
-        with self.atomic() as connection:
-            return Writer(connection).add_prediction(prediction)
+        return self.store.add(lambda connection: Writer(connection).add_prediction(prediction))
 
     def save_portfolio(
         self,
@@ -130,7 +128,7 @@ class Database(Reader):
             spec=spec, layout=layout, target=device.target, code_hash=code_hash, device=device, profile=profile,
             rule=rule, created_at=dates.now() if created_at is None else created_at,
         )  # fmt: skip
-        with self.atomic() as connection:
+        with self.atomic():
             if created_at is None:
                 kept = self.own.portfolios(
                     spec=spec, layout=layout, target=device.target, code_hash=code_hash, device=device
@@ -143,7 +141,7 @@ class Database(Reader):
                         "the newest portfolio of %s is dated %s, ahead of the clock: this one is dated %s",
                         self.name, kept[0].created_at, portfolio.created_at,
                     )  # fmt: skip
-            return Writer(connection).add_portfolio(portfolio)
+            return self.store.add(lambda connection: Writer(connection).add_portfolio(portfolio))
 
     # --- asking ---------------------------------------------------------------------------------------------
 

@@ -210,15 +210,14 @@ class Reader:
         seen: set[str] = set()
         for store in self.stores:
             lost: list[Undecodable] = []
-            with store.reading() as connection:
-                for found in queries.decoded(
-                    connection, statement, kind, lambda row: (row.digest if once else "", decode(row))
-                ):
-                    if isinstance(found, Undecodable):
-                        lost.append(found)
-                    elif not once or found[0] not in seen:
-                        values.append(found[1])
-                        seen.add(found[0])
+            for found in store.ask(lambda connection: list(queries.decoded(
+                connection, statement, kind, lambda row: (row.digest if once else "", decode(row))
+            ))):  # fmt: skip
+                if isinstance(found, Undecodable):
+                    lost.append(found)
+                elif not once or found[0] not in seen:
+                    values.append(found[1])
+                    seen.add(found[0])
             if lost:
                 log.warning(
                     "%d rows of %s cannot be read and are left out (first: %s, %s); run pagegen db verify",

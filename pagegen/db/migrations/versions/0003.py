@@ -68,7 +68,7 @@ def _rekey(version: int) -> None:
     connection = op.get_bind()
     column = {"device": "identity", "environment": "identity"}
     parents = {kind: sa.table(f"{kind}s", sa.column("id"), sa.column(column.get(kind, "digest"))) for kind in _KINDS}
-    references = [sa.column(f"{kind}_id") for kind in _KINDS]
+    references: list[sa.ColumnClause[Any]] = [sa.column(f"{kind}_id") for kind in _KINDS]
     trials: Any = sa.table("trials", sa.column("id"), sa.column("key"), sa.column("regime"), *references)
     source: Any = trials
     for kind, parent in parents.items():

@@ -38,7 +38,7 @@ from pagegen.db.errors import (
 )
 from pagegen.db.explained import explained
 from pagegen.db.held import Held, current_task
-from pagegen.db.schema import APPLICATION_ID, SCHEMA_VERSION, metadata, schema_info
+from pagegen.db.schema import APPLICATION_ID, SCHEMA_VERSION, metadata, mirror, schema_info
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +50,10 @@ READ_ATTEMPTS = 3
 class Store:
     """One database: its place, and transactions on it."""
 
-    def __init__(self, url: str | os.PathLike[str], *, read_only: bool = False) -> None:
+    def __init__(self, url: str | os.PathLike[str], *, read_only: bool = False, keeps_mirror: bool = False) -> None:
         place = places.place_of(url)
         self.path, self.name, self.read_only = place.path, place.name, read_only
+        self._keeps_mirror = keeps_mirror  # a mirror is written by who makes it, and read by all others
         self._active = threading.local()
         self._keeper: sqlite3.Connection | None = None
         forks.watch(self)
@@ -116,6 +117,8 @@ class Store:
                 ) from error
             tables, version = self._found()
         self._check(tables, version)
+        if mirror.name in tables and not self._keeps_mirror:
+            self.read_only = True
         if self.path is not None and not self.read_only and filesystem.is_shared(self.path):
             sqlite.settle_journal(self.path)  # a file that came from elsewhere
 
@@ -188,8 +191,8 @@ class Store:
         """
         if self.read_only:
             raise ReadOnlyDatabase(
-                f"{self.name} was opened for reading: its file or folder cannot be written, or reading was asked for; "
-                f"{ELSEWHERE}"
+                f"{self.name} was opened for reading: it is a mirror, its file or folder cannot be written, or reading "
+                f"was asked for; {ELSEWHERE}"
             )
         with self._transaction(write=True, keep=True) as connection:
             yield connection

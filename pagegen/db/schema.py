@@ -195,6 +195,12 @@ portfolios = _table(
 )
 
 
+# What a mirror of a server says of itself (see `pagegen.db.mirror`). Apart: no other database has this table.
+mirror = Table(
+    "pagegen_mirror", MetaData(), Column("name", String(64), primary_key=True), Column("value", Text, nullable=False)
+)
+
+
 def parents(table: Table) -> dict[str, Table]:
     """The tables of what a row refers to, by kind ("kernel"), in the order of the columns."""
     return {

@@ -117,6 +117,28 @@ def _referring_records(
             yield f"{kind.replace('_', ' ')} {row.id}", {**more, **record}
 
 
+def with_parents(
+    connection: sa.Connection, kind: str, where: sa.ColumnElement[bool], seen: dict[str, str]
+) -> Iterator[tuple[str, Record]]:
+    """The rows of a kind that match, in the order of their numbers, each with what it names before it. `seen` maps what
+    was told already to its id."""
+    table, fields = _REFERRING[kind]
+    kinds = schema.parents(table)
+    statement = sa.select(
+        table.c.id, *(table.c[field] for field in fields), *queries.of_parents(table, "data")
+    ).select_from(queries.joined(table))
+    for row in _streamed(connection, statement.where(where).order_by(table.c.id)):
+        for parent in kinds:
+            text = getattr(row, parent)
+            body = _loads(text)
+            if text not in seen and isinstance(body, dict):
+                seen[text] = keys.digest(text)[:ID_LENGTH]
+                yield parent, {"record": parent, **body, "id": seen[text]}
+        named = {parent: seen.get(getattr(row, parent), "") for parent in kinds}
+        own = {field: _loads(getattr(row, field)) if field in _JSON_FIELDS else getattr(row, field) for field in fields}
+        yield f"{kind} {row.id}", {"record": kind, "v": keys.VERSION, **named, **own}
+
+
 def _loads(text: str) -> Any:
     try:
         return json.loads(text)

@@ -148,6 +148,8 @@ class Ladder:
         with opened(self.db) as db:
             known = list(leads(db, self.spec))
             self._name = db.name
+            if db.note:
+                self._miss("", db.note)
         found, older, damaged = [], 0, 0
         distances: dict[str, float] = {}
         for lead in known:

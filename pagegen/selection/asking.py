@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pagegen import costs, targets
-from pagegen.selection.candidates import device_for, opened, sentence
+from pagegen.selection.candidates import device_for, kept_open, opened, sentence
 from pagegen.selection.expected import Expected
 from pagegen.selection.grades import workload_distance
 from pagegen.selection.ladder import Ladder, rule_for
@@ -32,7 +32,8 @@ def select(
     for wrong arguments.
     """
     target, layout = checked(spec, layout, target, workload)
-    return selected(Ladder(spec, layout, target, db, workload))
+    with kept_open(db) as source:
+        return selected(Ladder(spec, layout, target, source, workload))
 
 
 def checked(
@@ -168,6 +169,17 @@ def best_block_size(
     if memory_bytes is not None:
         check.integer("memory_bytes", memory_bytes, at_most=2**63 - 1)
     target = Target.parse(target)
+    from pagegen.db import block_size
+
+    with kept_open(db) as source:
+        rows = _rows(spec, target, profile, source, memory_bytes, num_layers)
+    return block_size.ranked(rows, objective)
+
+
+def _rows(
+    spec: AttentionSpec, target: Target, profile: Profile, db: Database | str | None, memory_bytes: int | None,
+    num_layers: int,
+) -> list[BlockSizeRow]:  # fmt: skip
     from pagegen.db import DatabaseError, block_size, figures
 
     device, layouts = device_for(target), []
@@ -202,4 +214,4 @@ def best_block_size(
                 expected=Expected(spec, layout, device, db).us,
             )  # fmt: skip
         )
-    return block_size.ranked(rows, objective)
+    return rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagegen import targets
 from pagegen.selection.asking import checked, selected
-from pagegen.selection.candidates import candidate, opened
+from pagegen.selection.candidates import candidate, kept_open, opened
 from pagegen.selection.grades import GRADES, RADIUS, axes, workload_distance
 from pagegen.selection.ladder import Ladder
 from pagegen.spec import AttentionSpec, CacheLayout, Selection, Target, Workload
@@ -71,13 +71,14 @@ def explain_selection(
 ) -> Explanation:
     """`select`, with everything that was considered on the way. Never raises for a database."""
     target, layout = checked(spec, layout, target, workload)
-    ladder = Ladder(spec, layout, target, db, workload)
-    chosen = selected(ladder)
-    try:
-        misses = near_misses(ladder, chosen)
-    except Exception as error:  # what cannot be read cannot nearly answer, and must not cost the answer that there is
-        log.warning("the near misses are left out: %s", error)
-        misses = ()
+    with kept_open(db) as source:
+        ladder = Ladder(spec, layout, target, source, workload)
+        chosen = selected(ladder)
+        try:
+            misses = near_misses(ladder, chosen)
+        except Exception as error:  # what cannot be read cannot nearly answer, and costs not the answer that there is
+            log.warning("the near misses are left out: %s", error)
+            misses = ()
     return Explanation(selection=chosen, rungs=_rungs(ladder, chosen), near_misses=misses)
 
 

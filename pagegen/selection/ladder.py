@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from pagegen import targets
 from pagegen.selection import feasibility
-from pagegen.selection.candidates import Candidate, candidate, device_for, opened, sentence
+from pagegen.selection.candidates import Candidate, candidate, device_for, kept_open, opened, sentence
 from pagegen.selection.expected import Expected, fit_for
 from pagegen.selection.grades import (
     DEFAULT,
@@ -60,7 +60,8 @@ def rule_for(
     Never raises for a database: what is wrong with it is part of the reason, and `evidence["missed"]` lists it;
     `evidence["grade"]` and `["confidence"]` say how good the answer is.
     """
-    return Ladder(spec, layout.canonical(spec.num_kv_heads), Target.parse(target), db).rule()
+    with kept_open(db) as source:
+        return Ladder(spec, layout.canonical(spec.num_kv_heads), Target.parse(target), source).rule()
 
 
 @dataclass

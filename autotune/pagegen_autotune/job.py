@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pagegen import costs, targets
 from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Target, Variant, Workload
+from pagegen.spec.result import INTERIM
 from pagegen_autotune import fitting, known, tree
 from pagegen_autotune.cells import Cell
 from pagegen_autotune.ledger import Store
@@ -111,9 +113,16 @@ class Job:
         rule.evidence.update(rule=tree.text(rule), cells_checked=looked_at)
         return Row(layout=layout, rule=rule, decisions=tuple(decisions))
 
-    def save(self, row: Row) -> None:
+    def save(self, row: Row, *, interim: bool = False) -> None:
+        """Stores a row's rule. An `interim` one, for the case that the run is cut short, says so, and is not stored
+        where it is what an earlier run ended with."""
+        rule = row.rule
+        if interim:
+            if self.store.portfolio(self.spec, row.layout, self.device.target, self.code_hash) == rule:
+                return
+            rule = replace(rule, evidence={**rule.evidence, INTERIM: True})
         self.store.save_portfolio(
-            spec=self.spec, layout=row.layout, device=self.device, profile=self.profile, rule=row.rule,
+            spec=self.spec, layout=row.layout, device=self.device, profile=self.profile, rule=rule,
             code_hash=self.code_hash,
         )  # fmt: skip
 

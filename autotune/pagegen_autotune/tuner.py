@@ -147,7 +147,7 @@ def _measured(
     def save(cell: Cell) -> None:
         found = row(cell.layout)
         if found is not None:
-            job.save(found)
+            job.save(found, interim=True)
 
     interrupted = False
     try:

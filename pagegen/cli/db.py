@@ -320,3 +320,31 @@ def migrate(url: str | None, to: int | None, lossy: bool, as_json: bool) -> None
             db.store.migrate(version, lossy=lossy)
         name = db.name
     output.show({"database": name, "schema_version": version}, as_json, lambda: f"{name} has schema version {version}")
+
+
+@command.command()
+def roles() -> None:
+    """Prints the SQL that gives a shared PostgreSQL database its roles: one that reads, for serving, and one that adds,
+    for tuners. For psql."""
+    from pagegen import db
+
+    click.echo(Path(db.__file__).with_name("roles.sql").read_text(encoding="utf-8"), nl=False)
+
+
+@command.command()
+@click.argument("url")
+@click.option("--to", "path", type=click.Path(dir_okay=False, path_type=Path), help="The mirror's file; one of yours.")
+@click.option("--target", type=TargetType(), help="Only this target.")
+@click.option("--anew", is_flag=True, help="Read everything again, not only what came since the last time.")
+@output.json_option
+def pull(url: str, path: Path | None, target: Target | None, anew: bool, as_json: bool) -> None:
+    """Copies what serving needs of the server at URL into a local file, which answers while the server is down.
+
+    Without --to the file is found by itself where that URL is to be read and does not answer. With it, name the file
+    in PAGEGEN_DB."""
+    from pagegen.db import mirror
+
+    with output.plain_failures():
+        found = mirror.pull(url, path, target=target, anew=anew)
+    came = f"{found.added} new records, {found.portfolios} portfolios and {found.trials} trials in {found.path}"
+    output.show(asdict(found), as_json, lambda: came)

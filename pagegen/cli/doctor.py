@@ -127,6 +127,7 @@ def cache() -> dict[str, Any]:
 def database() -> dict[str, Any]:
     """The tuning database, opened for reading, so that looking makes none."""
     from pagegen.db import MissingDatabase, open_db
+    from pagegen.db.places import place_of
 
     url = settings.database_url()
     is_file = "://" not in url
@@ -137,7 +138,7 @@ def database() -> dict[str, Any]:
             found |= {"name": db.name, "exists": True, "readable": True}
             return {**found, "schema_version": stats["schema_version"], "trials": stats["rows"]["trials"]}
     except MissingDatabase:
-        return {"name": url, **found}
+        return {"name": place_of(url).name, **found}
     except Exception as error:
         return {**found, "exists": Path(url).exists() if is_file else None, "error": str(error).splitlines()[0]}
 

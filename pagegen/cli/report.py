@@ -19,6 +19,12 @@ from pagegen.spec import Target
 if TYPE_CHECKING:
     from pagegen.cli.report_data import Report
 
+# Headings of columns that name a unit or a share.
+HEADINGS = {
+    "step_us": "step, us a layer", "waste_share": "slots wasted", "tokens_per_s": "tokens/s of attention alone",
+    "speedup": "default's time over the choice's", "us": "us a call", "roofline_share": "of the roofline",
+}  # fmt: skip
+PERCENT = ("waste_share", "regret", "roofline_share")
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -99,7 +105,8 @@ def _sections(found: Report) -> Iterator[str]:
     for title, note, entries, draw in (
         ("Regret", "The excess over choosing the best variant for every batch: an upper bound, since the best of noisy "
                    "times is too good.", found.regret, figures.regret),
-        ("Tuning history", "The geometric mean, over the batches measured so far, of the best time over the roofline.",
+        ("Tuning history", "The time of a batch's first trial (the default's) over the best so far, as the geometric "
+                           "mean over a kernel's batches.",
          [e for e in found.history if e["line"]], figures.history),
         ("Devices", "The best variant's times on the batches that were measured on each of a spec's devices.",
          found.devices, figures.devices),
@@ -132,9 +139,15 @@ def _table(title: str, entries: list[dict[str, Any]]) -> str:
 
 
 def _rows(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
-    def cell(value: Any) -> str:
-        return html.escape(f"{value:.4g}" if isinstance(value, float) else str(value))
+    def cell(name: str, value: Any) -> str:
+        if not isinstance(value, float):
+            return html.escape(str(value))
+        if name in PERCENT:
+            return f"{100 * value:.2f} %"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
-    head = "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in columns)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell(row[name])}</td>" for name in columns) + "</tr>" for row in rows)
+    head = "".join(f"<th>{html.escape(HEADINGS.get(name, name.replace('_', ' ')))}</th>" for name in columns)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{cell(name, row[name])}</td>" for name in columns) + "</tr>" for row in rows
+    )
     return f"\n<table>\n<tr>{head}</tr>\n{body}\n</table>"

@@ -136,23 +136,26 @@ def _number(value: Any) -> float | None:
 
 
 def _history(trials: list[Measurement]) -> list[dict[str, Any]]:
-    """By kernel and device: the best time so far over the roofline after each trial, the oldest first."""
+    """By kernel and device: how much quicker the best so far is than the first trial, after each trial, the oldest
+    first. The geometric mean over all of the kernel's batches, of which those that are still to come stand at 1: so the
+    line never falls."""
     groups: dict[Any, list[Measurement]] = defaultdict(list)
     for t in trials:
         groups[t.spec, t.layout, t.device.name].append(t)
     found = []
     for (spec, layout, device), members in groups.items():
-        best: dict[Any, float] = {}
+        first: dict[Any, float] = {}
+        gained = {t.workload: 1.0 for t in members if t.median_us is not None}
         line = []
         failed = 0
         for number, t in enumerate(members, 1):
             if t.median_us is None:
                 failed += 1
-            elif t.device.bandwidth_gb_s > 0:
-                share = t.median_us / costs.roofline_us(t.spec, t.layout, t.device, t.workload)
-                best[t.workload] = min(share, best.get(t.workload, share))
-            if best:
-                line.append([number, statistics.geometric_mean(best.values())])
+            else:
+                gain = first.setdefault(t.workload, t.median_us) / t.median_us
+                gained[t.workload] = max(gain, gained[t.workload])
+            if first:
+                line.append([number, statistics.geometric_mean(gained.values())])
         step = max(1, len(line) // 300)
         found.append(
             {

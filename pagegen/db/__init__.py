@@ -12,6 +12,7 @@ from pagegen.db.errors import (
     NewerSchema,
     OlderSchema,
     ReadOnlyDatabase,
+    Unreachable,
 )
 from pagegen.db.queries import Portfolio
 
@@ -27,5 +28,6 @@ __all__ = [
     "Portfolio",
     "ReadOnlyDatabase",
     "TransferReport",
+    "Unreachable",
     "open_db",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ class Absent(Store):
     def __init__(self, url: str | os.PathLike[str], error: MissingDatabase) -> None:
         place = places.place_of(url)
         self.path, self.name, self.read_only = place.path, place.name, True
+        self._active = threading.local()
         self._error = error
 
     @contextmanager
@@ -30,4 +32,4 @@ class Absent(Store):
     def release(self) -> None:
         """There is nothing to release."""
 
-    close = release
+    close = leave = release

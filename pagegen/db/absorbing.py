@@ -19,6 +19,7 @@ from pagegen.spec.result import COMPILE_COUNTS
 Record = dict[str, Any]
 
 
+ID_LENGTH = 16  # hex digits of a digest: 64 bits, readable and unique within a file
 _HEAD = ("record", "v")
 _TRIAL = frozenset((*_HEAD, *PARENTS, *FIELDS))
 
@@ -48,6 +49,7 @@ class Absorber:
         self.malformed: list[str] = []
         self.ignored: list[str] = []
         self._portfolios: set[tuple[int, int]] = set()
+        self._newer: set[tuple[str, str]] = set()  # (kind, id) of what only a newer version reads
         self._readers: dict[str, Callable[[str, Record], None]] = {
             "trial": self._trial,
             "portfolio": self._portfolio,
@@ -85,15 +87,33 @@ class Absorber:
         if not isinstance(record, dict) or not isinstance(record.get("record"), str):
             raise ValueError('a record must be a JSON object with a field "record", which is text')
         kind, version = record["record"], record.get("v")
-        if version != keys.VERSION or isinstance(version, bool):
+        if isinstance(version, bool) or not isinstance(version, int) or version < keys.VERSION:
             raise ValueError(f"a record must have version {keys.VERSION}, got {version!r}")
-        if kind in self._readers:
+        if version > keys.VERSION:
+            self._keep_whole(name, kind, record, f"{kind!r} of version {version}")
+        elif self._newer and any((parent, record.get(parent)) in self._newer for parent in self._named_by(record)):
+            self._keep_whole(name, kind, record, f"{kind!r} that names what a newer version defines")
+        elif kind in self._readers:
             self._readers[kind](name, record)
         elif kind in codec.SHARED:
             self._define(name, kind, record)
         else:
-            self.writer.add_extra(kind, "", "", record)
-            self.ignored.append(f"{name}: unknown record {kind!r}")
+            self._keep_whole(name, kind, record, f"unknown record {kind!r}")
+
+    @staticmethod
+    def _named_by(record: Record) -> list[str]:
+        """The kinds of shared things that a record names by an id; one that defines a thing holds it as an object."""
+        return [kind for kind in codec.SHARED if isinstance(record.get(kind), str)]
+
+    def _keep_whole(self, name: str, kind: str, record: Record, what: str) -> None:
+        """Keeps a record that this version does not read, and what it names, under the ids that an export gives."""
+        named = {k: self.known[k, record[k]] for k in self._named_by(record) if (k, record[k]) in self.known}
+        ids = {k: shared.digest[:ID_LENGTH] for k, shared in named.items()}
+        self.writer.add_extra(kind, "", "", {**record, **ids})
+        number_all(self.connection, named.values())
+        if isinstance(record.get("id"), str):
+            self._newer.add((kind, record["id"]))
+        self.ignored.append(f"{name}: {what}")
 
     @staticmethod
     def _unknown(record: Record, known: Iterable[str]) -> Record:

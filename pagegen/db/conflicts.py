@@ -14,6 +14,7 @@ from pagegen.db.order import by_code_point
 from pagegen.db.queries import UNDECODABLE, joined
 from pagegen.db.schema import devices, kernels, portfolios, trials, variants, workloads
 from pagegen.spec import DispatchRule, Status
+from pagegen.spec.result import INTERIM
 
 # One machine's read bandwidth was seen to change 1.7-fold within a search; medians further apart than this are not of
 # the same thing.
@@ -92,10 +93,12 @@ def _answer(row: Any) -> str:
 
 def portfolio_conflicts(connection: sa.Connection, pairs: Collection[tuple[int, int]] | None = None) -> list[Conflict]:
     """Portfolios of one kernel on one device that choose different variants: the newest measured one counts, all stay.
-    `pairs` are (kernel, device) row numbers; None: all."""
+    `pairs` are (kernel, device) row numbers; None: all. What a run stored on its way contradicts nothing once there is
+    a newer one for the same profile."""
     statement = (
         sa.select(
-            portfolios.c.kernel_id, portfolios.c.device_id, portfolios.c.rule, portfolios.c.created_at,
+            portfolios.c.kernel_id, portfolios.c.device_id, portfolios.c.profile_id, portfolios.c.rule,
+            portfolios.c.created_at,
             devices.c.name.label("device"), kernels.c.block_size, kernels.c.block_order, kernels.c.target,
         )
         .select_from(joined(portfolios, ("device", "kernel")))
@@ -109,12 +112,21 @@ def portfolio_conflicts(connection: sa.Connection, pairs: Collection[tuple[int, 
             found.setdefault((row.kernel_id, row.device_id), []).append(row)
     conflicts = []
     for rows in found.values():
-        told = [(row, _choices(row.rule)) for row in rows]
+        newest = {row.profile_id: row for row in rows}  # they come by date
+        standing = [row for row in rows if row is newest[row.profile_id] or not _is_interim(row.rule)]
+        told = [(row, _choices(row.rule)) for row in standing]
         if len({choices for _, choices in told}) > 1:
             what = f"portfolios of block size {rows[0].block_size} {rows[0].block_order} on {rows[0].device}"
             answers = tuple(f"{choices} ({row.created_at})" for row, choices in told)
             conflicts.append(Conflict(what=what, answers=answers))
     return conflicts
+
+
+def _is_interim(text: str) -> bool:
+    try:
+        return json.loads(text)["evidence"].get(INTERIM) is True
+    except UNDECODABLE:
+        return False
 
 
 def _choices(text: str) -> str:

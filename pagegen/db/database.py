@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from pagegen import settings
-from pagegen.db import dates, plausible, soundness, sources, sqlite, transfer, upkeep
+from pagegen.db import dates, mirror, plausible, soundness, sources, sqlite, transfer, upkeep
 from pagegen.db import shipped as shipped_records
 from pagegen.db.absent import Absent
 from pagegen.db.absorbing import TransferReport
 from pagegen.db.engine import Store
-from pagegen.db.errors import DamagedDatabase, DatabaseError, MissingDatabase
+from pagegen.db.errors import DamagedDatabase, DatabaseError, MissingDatabase, Unreachable
 from pagegen.db.places import place_of
 from pagegen.db.queries import Portfolio
 from pagegen.db.reader import Reader
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from pagegen.spec.choice import ChoiceDigest
 
 log = logging.getLogger(__name__)
+# One selection opens its database several times, and a model is to start soon without a server.
+REST_S = 30.0
+_GIVEN_UP: dict[str, tuple[float, Unreachable]] = {}
 
 
 class Database(Reader):
@@ -52,6 +56,8 @@ class Database(Reader):
     Every verb is one transaction of its own unless it runs inside `atomic()`. Verbs raise a `DatabaseError` that
     names the database and what to do; only `select` and `best_block_size`'s rules degrade instead.
     """
+
+    note = ""  # where a mirror stands in for its server: what to tell people
 
     def __repr__(self) -> str:
         return f"Database({self.name!r}{', read_only=True' if self.read_only else ''})"
@@ -78,7 +84,9 @@ class Database(Reader):
 
     @contextmanager
     def atomic(self) -> Iterator[sa.Connection]:
-        """One transaction around several verbs: all of them happen, or none. Nested ones join the outermost."""
+        """One transaction around several verbs: all of them happen, or none. Nested ones join the outermost. Where a
+        server is lost in the middle, the verbs that record are done again once it is back; with statements of the
+        caller's own through the connection it fails then."""
         with self.store.writing() as connection:
             yield connection
 
@@ -88,26 +96,22 @@ class Database(Reader):
         """Stores a trial, durable when this returns; False when the identical one is there already."""
         check.instance("measurement", measurement, Measurement)
         plausible.refuse_absurd(measurement)
-        with self.atomic() as connection:
-            return Writer(connection).add_trial(measurement)
+        return self.store.add(lambda connection: Writer(connection).add_trial(measurement))
 
     def save_profile(self, profile: Profile) -> bool:
         """Stores a profile; False when the identical one is there already."""
         check.instance("profile", profile, Profile)
-        with self.atomic() as connection:
-            return Writer(connection).add_profile(profile)
+        return self.store.add(lambda connection: Writer(connection).add_profile(profile))
 
     def record_facts(self, facts: CompileFacts) -> bool:
         """Stores what a compiler made of a kernel; False when the identical facts are there already."""
         check.instance("facts", facts, CompileFacts)
-        with self.atomic() as connection:
-            return Writer(connection).add_facts(facts)
+        return self.store.add(lambda connection: Writer(connection).add_facts(facts))
 
     def record_prediction(self, prediction: Prediction) -> bool:
         """Stores a time that a model expects, apart from all trials; False when the identical one is there already."""
         check.instance("prediction", prediction, Prediction)
-        with self.atomic() as connection:
-            return Writer(connection).add_prediction(prediction)
+        return self.store.add(lambda connection: Writer(connection).add_prediction(prediction))
 
     def save_portfolio(
         self,
@@ -130,7 +134,7 @@ class Database(Reader):
             spec=spec, layout=layout, target=device.target, code_hash=code_hash, device=device, profile=profile,
             rule=rule, created_at=dates.now() if created_at is None else created_at,
         )  # fmt: skip
-        with self.atomic() as connection:
+        with self.atomic():
             if created_at is None:
                 kept = self.own.portfolios(
                     spec=spec, layout=layout, target=device.target, code_hash=code_hash, device=device
@@ -143,7 +147,7 @@ class Database(Reader):
                         "the newest portfolio of %s is dated %s, ahead of the clock: this one is dated %s",
                         self.name, kept[0].created_at, portfolio.created_at,
                     )  # fmt: skip
-            return Writer(connection).add_portfolio(portfolio)
+            return self.store.add(lambda connection: Writer(connection).add_portfolio(portfolio))
 
     # --- asking ---------------------------------------------------------------------------------------------
 
@@ -227,7 +231,8 @@ def open_db(url: str | Path | None = None, *, read_only: bool = False, shipped: 
     `url` is a path, a sqlite:// or a postgresql:// URL, by default `PAGEGEN_DB` or a file in the user's data folder.
     With `read_only`, and where the file or its folder cannot be written, it is opened for reading. The records that
     ship with pagegen lie under it: questions see both, all else is about the user's own, and raises MissingDatabase
-    where that is not there. `shipped=False` leaves them.
+    where that is not there. `shipped=False` leaves them. Where a server does not answer that is only to be read, its
+    mirror (`pagegen db pull`) is opened, which is logged.
 
     A damaged file that pagegen made, or in the user's data folder under pagegen's own name, is set aside when it is
     opened for writing, which is logged, and a new one begins. Raises TypeError for what is no path or URL, BadPlace (a
@@ -238,7 +243,11 @@ def open_db(url: str | Path | None = None, *, read_only: bool = False, shipped: 
     place = settings.database_url() if url is None else url
     under = shipped_records.store if shipped else None
     try:
-        return Database(Store(place, read_only=read_only), under)
+        return (
+            _of_server(place, under)
+            if read_only and place_of(place).url
+            else Database(Store(place, read_only=read_only), under)
+        )
     except MissingDatabase as error:
         if not read_only or under is None or under() is None:
             raise
@@ -252,6 +261,25 @@ def open_db(url: str | Path | None = None, *, read_only: bool = False, shipped: 
         if aside is not None:
             log.warning("%s; it is now %s, and a new database begins", error, aside)
         return Database(Store(place), under)
+
+
+def _of_server(place: str | Path, under: Callable[[], Store | None] | None) -> Database:
+    """A server's database to read, or its mirror. A server that was just given up is not waited for again."""
+    name = place_of(place).name
+    at, known = _GIVEN_UP.get(name, (0.0, None))
+    try:
+        if known is not None and time.monotonic() - at < REST_S:
+            raise known
+        return Database(Store(place, read_only=True), under)
+    except Unreachable as error:
+        if error is not known:
+            _GIVEN_UP[name] = (time.monotonic(), error.with_traceback(None))
+        found = mirror.instead_of(place, error)
+        if found is None:
+            raise
+        opened = Database(found[0], under)
+        opened.note = found[1]
+        return opened
 
 
 def _set_aside(path: Path, error: DamagedDatabase, *, expected: bool) -> Path | None:

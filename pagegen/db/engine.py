@@ -1,10 +1,10 @@
 """Opening a database: URLs, tables of the present version, transactions, and errors that name the place and the remedy.
 
-Connections live as long as one transaction (NullPool), so none is ever shared between threads or carried across a
-fork. Beside them a store that writes to a SQLite file holds one idle connection: without it every transaction would be
-the file's last and copy its WAL back and delete it (34 against 5 ms a recorded trial on a busy 2-core machine). It is
-closed before a fork. Writers queue, on SQLite's file lock or on PostgreSQL's advisory lock: of two transactions that
-add the same things in different orders one would otherwise fail by deadlock.
+Connections to a file live as long as one transaction (NullPool), so none is ever shared between threads or carried
+across a fork. Beside them a store that writes to a SQLite file holds one idle connection: without it every transaction
+would be the file's last and copy its WAL back and delete it (34 against 5 ms a recorded trial on a busy 2-core
+machine). It is closed before a fork. Connections to a server: `pagegen.db.server`. Writers queue, on SQLite's file lock
+or on PostgreSQL's advisory lock.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from pagegen.db import filesystem, forks, migrations, places, sqlite
+from pagegen.db import filesystem, forks, migrations, places, server, sqlite
 from pagegen.db.errors import (
     ELSEWHERE,
     REMEDY,
@@ -33,46 +34,41 @@ from pagegen.db.errors import (
     NewerSchema,
     OlderSchema,
     ReadOnlyDatabase,
+    Unreachable,
 )
+from pagegen.db.explained import explained
 from pagegen.db.held import Held, current_task
-from pagegen.db.schema import APPLICATION_ID, SCHEMA_VERSION, metadata, schema_info
+from pagegen.db.schema import APPLICATION_ID, SCHEMA_VERSION, metadata, mirror, schema_info
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 10
-# What SQLite and PostgreSQL say when nothing may be written, and when another held a lock for too long.
-_READ_ONLY = ("readonly", "read-only", "permission denied")
-_BUSY = ("locked", "lock timeout")
+T = TypeVar("T")
+# What a read does over again where a server is lost in the middle of it.
+READ_ATTEMPTS = 3
 
 
 class Store:
     """One database: its place, and transactions on it."""
 
-    def __init__(self, url: str | os.PathLike[str], *, read_only: bool = False) -> None:
+    def __init__(self, url: str | os.PathLike[str], *, read_only: bool = False, keeps_mirror: bool = False) -> None:
         place = places.place_of(url)
         self.path, self.name, self.read_only = place.path, place.name, read_only
+        self._keeps_mirror = keeps_mirror  # a mirror is written by who makes it, and read by all others
         self._active = threading.local()
         self._keeper: sqlite3.Connection | None = None
         forks.watch(self)
         if place.path is not None:
             self._engine = self._file(place.path)
         elif place.url is not None:
-            self._engine = self._server(place.url)
+            self._engine = server.engine_for(place.url, self.name)
+        self._patience_s = server.OPENING_S
         try:
             self._prepare()
         except DatabaseError:
             self._engine.dispose()
             raise
-
-    def _server(self, url: sa.URL) -> sa.Engine:
-        if "connect_timeout" not in url.query:
-            url = url.update_query_dict({"connect_timeout": str(CONNECT_TIMEOUT_S)})
-        try:
-            return sa.create_engine(url, poolclass=NullPool)
-        except ModuleNotFoundError as error:
-            raise DatabaseError(
-                f"{self.name} needs the module {error.name}: pip install 'pagegen-attention[postgres]'"
-            ) from error
+        if not self.read_only:  # who serves goes on without a server, who tunes waits for it
+            self._patience_s = server.PATIENCE_S
 
     def _file(self, path: Path) -> sa.Engine:
         try:
@@ -110,9 +106,19 @@ class Store:
         if not self.read_only and (not tables or self._older(tables, version)):
             if self.path is not None:
                 sqlite.settle_journal(self.path)
-            self._make_tables()
+            try:
+                self._make_tables()
+            except ReadOnlyDatabase as error:
+                if self.path is not None:
+                    raise
+                raise ReadOnlyDatabase(
+                    f"{self.name} lacks the tables of schema version {SCHEMA_VERSION}, which this role may not make: "
+                    f"have their owner run pagegen db migrate, or {ELSEWHERE}"
+                ) from error
             tables, version = self._found()
         self._check(tables, version)
+        if mirror.name in tables and not self._keeps_mirror:
+            self.read_only = True
         if self.path is not None and not self.read_only and filesystem.is_shared(self.path):
             sqlite.settle_journal(self.path)  # a file that came from elsewhere
 
@@ -185,8 +191,8 @@ class Store:
         """
         if self.read_only:
             raise ReadOnlyDatabase(
-                f"{self.name} was opened for reading: its file or folder cannot be written, or reading was asked for; "
-                f"{ELSEWHERE}"
+                f"{self.name} was opened for reading: it is a mirror, its file or folder cannot be written, or reading "
+                f"was asked for; {ELSEWHERE}"
             )
         with self._transaction(write=True, keep=True) as connection:
             yield connection
@@ -199,36 +205,91 @@ class Store:
 
     @contextmanager
     def _transaction(self, *, write: bool, keep: bool = False) -> Iterator[sa.Connection]:
-        held: Held | None = getattr(self._active, "held", None)
-        if held is not None and held.process == os.getpid():  # never a parent's connection after a fork
-            if held.task is current_task():
-                try:
-                    yield held.connection
-                except SQLAlchemyError as error:
-                    raise self._explained(error) from error
-                return
-            if write:  # waiting for it would be waiting for ever: it goes on when this returns
-                raise DatabaseError(
-                    f"{self.name} is being written by another task of this thread: await nothing inside atomic()"
-                )
+        joined = self._joined()
+        if joined is not None:
+            try:
+                yield joined.connection
+            except SQLAlchemyError as error:
+                raise self._explained(error) from error
+            return
+        if write and self._held() is not None:  # waiting for it would be for ever: it goes on when this returns
+            raise DatabaseError(
+                f"{self.name} is being written by another task of this thread: await nothing inside atomic()"
+            )
         if write and self.path is not None and forks.is_lost(self.path):
             raise DatabaseError(
                 f"{self.name} cannot be written by this process, which was forked inside a transaction on it: fork "
                 "before or after, or start the process anew"
             )
         try:
-            with self._watched(keep), self._engine.connect() as connection:
+            if self.path is None and write:
+                with self._written_on_server() as connection:
+                    yield connection
+                return
+            with self._watched(keep), self._connected() as connection:
                 connection = self._set_up(connection, write)
                 with connection.begin():
-                    if write and self.path is None:
-                        _queue(connection)
                     if write:
-                        self._active.held = Held(os.getpid(), current_task(), connection)
+                        self._active.held = Held(os.getpid(), current_task(), file=connection)
                     try:
                         yield connection
                     finally:
                         if write:
                             self._active.held = None
+        except SQLAlchemyError as error:
+            raise self._explained(error) from error
+
+    @contextmanager
+    def _written_on_server(self) -> Iterator[sa.Connection]:
+        writing = server.Writing(self._connected, sqlite.BUSY_TIMEOUT_S, self._patience_s)
+        self._active.held = Held(os.getpid(), current_task(), server=writing)
+        try:
+            yield writing.connection
+            writing.commit()
+        finally:
+            self._active.held = None
+            writing.close()
+
+    def _connected(self) -> sa.Connection:
+        if self.path is not None:
+            return self._engine.connect()
+        return server.connected(self._engine, self.name, self._patience_s)
+
+    def add(self, work: Callable[[sa.Connection], T]) -> T:
+        """What `work` returns, in a write transaction. It must add what it adds once, however often it is done: where a
+        server is lost, all that was done in the transaction is done again."""
+        with self.writing():
+            return self._in_held(work, keep=True)
+
+    def ask(self, work: Callable[[sa.Connection], T]) -> T:
+        """What `work` reads, in the write transaction that this thread is in, or else in one of its own, which is done
+        again where a server is lost in the middle."""
+        if self._joined() is not None:
+            return self._in_held(work, keep=False)
+        for _ in range(READ_ATTEMPTS - 1):
+            try:
+                with self.reading() as connection:
+                    return work(connection)
+            except Unreachable as error:
+                if not server.was_lost(error):
+                    raise
+        with self.reading() as connection:
+            return work(connection)
+
+    def _held(self) -> Held | None:
+        """The open write transaction of this thread; never a parent's after a fork."""
+        held: Held | None = getattr(self._active, "held", None)
+        return held if held is not None and held.process == os.getpid() else None
+
+    def _joined(self) -> Held | None:
+        """The one that this asyncio task is in, too."""
+        held = self._held()
+        return held if held is not None and held.task is current_task() else None
+
+    def _in_held(self, work: Callable[[sa.Connection], T], *, keep: bool) -> T:
+        held: Held = self._active.held
+        try:
+            return held.run(work, keep=keep)
         except SQLAlchemyError as error:
             raise self._explained(error) from error
 
@@ -251,23 +312,7 @@ class Store:
         return connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
     def _explained(self, error: SQLAlchemyError | sqlite3.Error) -> DatabaseError:
-        cause = str(getattr(error, "orig", None) or error).splitlines()[0]
-        if "not a database" in cause or "malformed" in cause:
-            return DamagedDatabase(f"{self.name} is damaged or no database ({cause}): {REMEDY}")
-        if self.path is not None and "unable to open" in cause and sqlite.has_log_out_of_reach(self.path):
-            return DatabaseError(
-                f"{self.name} has commits in its log, which SQLite reads only where it may write: copy it and "
-                f"{self.path.name}-wal to a folder that can be written, and name that with --db or PAGEGEN_DB"
-            )
-        if any(words in cause for words in _READ_ONLY):
-            return ReadOnlyDatabase(f"{self.name} cannot be written ({cause}): {ELSEWHERE}")
-        if any(words in cause for words in _BUSY):
-            return DatabaseError(
-                f"{self.name} was busy for {sqlite.BUSY_TIMEOUT_S:.0f} s ({cause}): end what holds it, or {ELSEWHERE}"
-            )
-        if self.path is None and "connect" in cause:
-            return DatabaseError(f"{self.name} does not answer ({cause}): start or reach the server, or {ELSEWHERE}")
-        return DatabaseError(f"{self.name} cannot be used ({cause}): check the place and the disk, or {REMEDY}")
+        return explained(error, self.name, self.path)
 
     def _keep_open(self, path: Path) -> None:
         if self._keeper is not None:
@@ -290,14 +335,12 @@ class Store:
                 self._keeper.close()
                 self._keeper = None
 
+    def leave(self) -> None:
+        """In a child after a fork: leaves the parent's connections to a server as they are."""
+        if self.path is None:
+            self._engine.dispose(close=False)
+
     def close(self) -> None:
         """Releases all connections; the database may be used again, which opens it again."""
         self.release()
         self._engine.dispose()
-
-
-def _queue(connection: sa.Connection) -> None:
-    """Waits for the other writers of a PostgreSQL database."""
-    milliseconds = int(sqlite.BUSY_TIMEOUT_S * 1000)
-    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
-    connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({APPLICATION_ID})")

@@ -14,6 +14,10 @@ class BadPlace(DatabaseError, ValueError):
     """A path or URL that names no database."""
 
 
+class Unreachable(DatabaseError):
+    """A server does not answer, refuses, or was lost in the middle."""
+
+
 class MissingDatabase(DatabaseError):
     """There is no database at that place."""
 

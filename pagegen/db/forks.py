@@ -1,9 +1,10 @@
 """Databases and fork: SQLite keeps its locks on a file in the process's memory, which a child inherits as they are.
 
-A fork therefore waits until no other thread is in a transaction, and holds new ones up meanwhile: only a thread that is
-in one may begin another, since it may need that to end the first. What is open then all the same (the forking thread's
-own transaction, or one that does not end in time) makes the file unusable for writing in the child: its SQLite believes
-for ever that somebody holds the lock.
+A fork therefore waits until no other thread is in a transaction on a file, and holds new ones up meanwhile: only a
+thread that is in one may begin another, since it may need that to end the first. What is open then all the same (the
+forking thread's own transaction, or one that does not end in time) makes the file unusable for writing in the child:
+its SQLite believes for ever that somebody holds the lock. A server's connections stay the parent's: a child leaves them
+as they are and makes its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Holder(Protocol):
     path: Path | None
 
     def release(self) -> None: ...
+
+    def leave(self) -> None: ...
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
@@ -90,6 +93,8 @@ def _in_child() -> None:
     _inside.clear()
     _forking.clear()
     _gate.release()
+    for holder in list(_holders):
+        holder.leave()
 
 
 os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

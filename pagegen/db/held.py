@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import sqlalchemy as sa
+
+from pagegen.db.server import Writing
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -14,7 +20,20 @@ class Held:
 
     process: int
     task: object
-    connection: sa.Connection
+    file: sa.Connection | None = None
+    server: Writing | None = None
+
+    @property
+    def connection(self) -> sa.Connection:
+        """The present one: a server's may be lost and replaced."""
+        connection = self.file if self.server is None else self.server.connection
+        if connection is None:
+            raise RuntimeError("a transaction must be of a file or of a server, got neither")
+        return connection
+
+    def run(self, work: Callable[[sa.Connection], T], *, keep: bool) -> T:
+        """Does something in the transaction; see `server.Writing.run`."""
+        return work(self.connection) if self.server is None else self.server.run(work, keep=keep)
 
 
 def current_task() -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +18,8 @@ from pagegen.spec import AttentionSpec, Device
 from pagegen.spec.result import GAUGE, PURPOSE, SESSION
 
 VERSION = 1
-# The question that a trial answers: version 1 left the environment out.
-KEY_VERSION = 2
+# The question that a trial answers: version 1 left the environment out, version 2 took memory in whole GiB.
+KEY_VERSION = 3
 # Rates are measured or nominal and change from run to run on one machine; they do not make it another device.
 RATES = ("bandwidth_gb_s", "matrix_tflops")
 _CLOCKS = ("core_clock_mhz", "memory_clock_mhz", "power_limit_w")
@@ -61,11 +62,20 @@ def device_fields(device: Device) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1024)
 def device_identity(device: Device) -> str:
     """The key under which two descriptions of one device meet: all but its rates, its name without the maker's
-    decoration, memory in whole GiB (drivers and kernels reserve a varying sliver), clocks in MHz, power in W."""
+    decoration, memory by its class, clocks in MHz, power in W."""
     plain = device_fields(device)
     fields = {k: round(v) if k in _CLOCKS else v for k, v in plain.items() if k not in RATES}
-    fields |= {"name": _DECORATION.sub("", plain["name"].lower()), "memory_gib": round(plain["memory_gib"])}
-    return digest(canonical({"device": fields}))
+    fields |= {"name": _DECORATION.sub("", plain["name"].lower())}
+    del fields["memory_gib"]
+    return digest(canonical({"device": {**fields, "memory_class": memory_class(device.memory_gib)}}))
+
+
+def memory_class(gib: float) -> int:
+    """Memory as far as it tells devices apart: half octaves, 0 where it is not known. Drivers and kernels reserve a
+    varying sliver: one product was seen with 22.0 to 22.5 GiB, another with 44.4 to 44.5, so that whole numbers split
+    them. Products of one name differ by half or more (8 and 12, 8 and 16), and no size that is sold lies within 1.4 %
+    of a border, which are 9.5, 13.5, 19.0, 26.9, 38.1, 53.8, 76.1, 108, 152, 215, 304 GiB and so on."""
+    return round(2 * math.log2(gib)) if gib > 0 else 0
 
 
 def environment_identity(environment: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ EXPECTED = "url must be a path, sqlite:///PATH or postgresql://..."
 # What begins so means a URL, and a misspelt one must not become a file of that name.
 _SCHEME = re.compile(r"(?:file|sqlite|postgres|postgresql)(?:\+\w+)?:", re.IGNORECASE)
 _SECRETS = (
-    (re.compile(r"(://[^:/@?#]*):.*@"), r"\1:***@"),
+    (re.compile(r"(://[^:/@?#]*):.*@", re.DOTALL), r"\1:***@"),
     (re.compile(r"((?:password|passwd|passfile|sslpassword|sslkey)=)[^&\s]*", re.IGNORECASE), r"\1***"),
 )
 _DRIVERS = ("postgresql", "postgresql+psycopg")

@@ -168,7 +168,7 @@ class Reader:
 
     def measured_devices(self, spec: AttentionSpec, target: Target, code_hash: str) -> list[Device]:
         """The devices with ok trials for this spec, target and code, each once by identity (as most of its trials have
-        it), most trials first. Depends on the content alone."""
+        it), most trials first; a trial that several stores have counts once. Depends on the content alone."""
         statement = (
             sa.select(
                 devices.c.id, devices.c.identity, devices.c.digest, devices.c.data, sa.func.count().label("count")
@@ -186,8 +186,22 @@ class Reader:
         counts: dict[str, int] = {}
         for identity, (count, _), _ in found:
             counts[identity] = counts.get(identity, 0) + count
+        for identity in self._counted_twice(spec, target, code_hash):
+            counts[identity] -= 1
         best = {identity: device for identity, _, device in sorted(found, key=lambda f: f[1])}
         return [best[identity] for identity in sorted(counts, key=lambda i: (-counts[i], i))]
+
+    def _counted_twice(self, spec: AttentionSpec, target: Target, code_hash: str) -> list[str]:
+        """The identity of its device for every ok trial of what ships that the user has, too."""
+        own, *under = self.stores
+        statement = sa.select(trials.c.digest, devices.c.identity).join_from(trials, devices)
+        statement = statement.join(kernels, trials.c.kernel_id == kernels.c.id)
+        statement = queries.narrowed(statement, spec=spec, target=target, code_hash=code_hash, status=Status.OK)
+        found: dict[str, str] = {}
+        for store in under:
+            with store.reading() as connection:
+                found |= {row.digest: row.identity for row in connection.execute(statement)}
+        return [found[digest] for digest in statements.held(own, sorted(found))] if found else []
 
     def _rows(self, statement: sa.Select[Any], kind: str, decode: Callable[[Any], T], *, once: bool = True) -> list[T]:
         """The rows of all stores as values, those that cannot be read left out and logged. With `once`, a row that
@@ -196,15 +210,14 @@ class Reader:
         seen: set[str] = set()
         for store in self.stores:
             lost: list[Undecodable] = []
-            with store.reading() as connection:
-                for found in queries.decoded(
-                    connection, statement, kind, lambda row: (row.digest if once else "", decode(row))
-                ):
-                    if isinstance(found, Undecodable):
-                        lost.append(found)
-                    elif not once or found[0] not in seen:
-                        values.append(found[1])
-                        seen.add(found[0])
+            for found in store.ask(lambda connection: list(queries.decoded(
+                connection, statement, kind, lambda row: (row.digest if once else "", decode(row))
+            ))):  # fmt: skip
+                if isinstance(found, Undecodable):
+                    lost.append(found)
+                elif not once or found[0] not in seen:
+                    values.append(found[1])
+                    seen.add(found[0])
             if lost:
                 log.warning(
                     "%d rows of %s cannot be read and are left out (first: %s, %s); run pagegen db verify",

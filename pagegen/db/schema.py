@@ -1,4 +1,4 @@
-"""The tables of schema version 2, in SQLAlchemy Core and portable SQL; `pagegen.db.migrations` leads there from others.
+"""The tables of schema version 3, in SQLAlchemy Core and portable SQL; `pagegen.db.migrations` leads there from others.
 
 A thing that many trials share (device, environment, kernel, variant, workload, profile) is stored once. `digest` is
 the sha256 of its canonical, versioned JSON (`data`; see `pagegen.db.codec`) and its unique key; the named columns
@@ -16,7 +16,7 @@ from sqlalchemy.schema import SchemaItem
 
 from pagegen.spec.result import COMPILE_COUNTS
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 # In the header of a SQLite file, so that a damaged one is still known as ours: "page" in ASCII.
 APPLICATION_ID = 0x70616765
 
@@ -192,6 +192,12 @@ portfolios = _table(
     Column("rule", Text, nullable=False),  # JSON of DispatchRule, its reason and evidence included
     _created_at(),
     *_text("kind"),  # of the rule's evidence: "measured" or "predicted"
+)
+
+
+# What a mirror of a server says of itself (see `pagegen.db.mirror`). Apart: no other database has this table.
+mirror = Table(
+    "pagegen_mirror", MetaData(), Column("name", String(64), primary_key=True), Column("value", Text, nullable=False)
 )
 
 

@@ -89,7 +89,7 @@ def _twice_named(connection: sa.Connection) -> Iterator[str]:
         connection, sa.select(devices.c.id, devices.c.data), "device", lambda row: codec.device_from(row.data)
     ):
         if not isinstance(found, Undecodable) and found.target.is_gpu and found.units:
-            plain = {**found.to_dict(), "name": "", "memory_gib": round(found.memory_gib)}
+            plain = {**found.to_dict(), "name": "", "memory_gib": keys.memory_class(found.memory_gib)}
             names[keys.canonical(plain)].add((repr(found.name), keys.device_identity(found)[:8]))
     for alike in names.values():
         if len({identity for _, identity in alike}) > 1:

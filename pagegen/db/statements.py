@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -15,6 +15,7 @@ from pagegen.spec import AttentionSpec, Measurement, Status, Target, check
 
 if TYPE_CHECKING:
     from pagegen.db.database import Database
+    from pagegen.db.engine import Store
 
 CHUNK = 500  # keys a statement
 
@@ -60,11 +61,17 @@ def _in_both(db: Database, **wanted: Any) -> int:
         with store.reading() as connection:
             statement = listing(**wanted).order_by(None).with_only_columns(trials.c.digest, maintain_column_froms=True)
             digests += connection.execute(statement).scalars()
-    with own.reading() as connection:
-        return sum(
-            int(connection.execute(sa.select(sa.func.count()).where(trials.c.digest.in_(chunk))).scalar_one())
-            for chunk in (digests[i : i + CHUNK] for i in range(0, len(digests), CHUNK))
-        )
+    return len(held(own, digests))
+
+
+def held(store: Store, digests: Sequence[str]) -> set[str]:
+    """Those of some trials, by their digests, that a store has."""
+    found: set[str] = set()
+    with store.reading() as connection:
+        for first in range(0, len(digests), CHUNK):
+            known = sa.select(trials.c.digest).where(trials.c.digest.in_(digests[first : first + CHUNK]))
+            found.update(connection.execute(known).scalars())
+    return found
 
 
 def of_same_questions(db: Database, shown: Iterable[Measurement], **wanted: Any) -> list[Measurement]:

@@ -17,14 +17,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from pagegen.db import codec, keys, queries, schema
-from pagegen.db.absorbing import Absorber, Record, TransferReport
+from pagegen.db.absorbing import ID_LENGTH, Absorber, Record, TransferReport
 from pagegen.db.bulk import FIELDS
 from pagegen.db.engine import Store
 from pagegen.db.files import whole_file
 from pagegen.db.order import by_code_point
 from pagegen.spec.result import COMPILE_COUNTS
 
-_ID_LENGTH = 16  # hex digits of a digest: 64 bits, readable and unique within a file
 # What refers to them, and its own fields in the order of a record.
 _REFERRING = {
     "trial": (schema.trials, FIELDS),
@@ -56,8 +55,15 @@ def records(store: Store) -> Iterator[tuple[str, Record]]:
             yield from _shared_records(connection, kind, extras)
         for kind, (table, fields) in _REFERRING.items():
             yield from _referring_records(connection, kind, table, fields, extras)
-        for record in sorted(extras.get("", []), key=lambda r: json.dumps(r, sort_keys=True)):
+        for record in sorted(extras.get("", []), key=_of_newer):
             yield f"record {record.get('record')!r} of a newer pagegen", record
+
+
+def _of_newer(record: Record) -> tuple[int, str]:
+    """The order of records of a newer pagegen: what others name comes first."""
+    kind = record.get("record")
+    shared = list(codec.SHARED)
+    return shared.index(kind) if kind in shared else len(shared), json.dumps(record, sort_keys=True)
 
 
 def _extras(connection: sa.Connection) -> Extras:
@@ -87,7 +93,7 @@ def _shared_records(connection: sa.Connection, kind: str, extras: Extras) -> Ite
     for row in _streamed(connection, sa.select(table.c.id, table.c.digest, table.c.data).order_by(table.c.digest)):
         body = _loads(row.data)
         known = body if isinstance(body, dict) else {"damaged": body}
-        record = {"record": kind, "v": keys.VERSION, "id": row.digest[:_ID_LENGTH], **known}
+        record = {"record": kind, "v": keys.VERSION, "id": row.digest[:ID_LENGTH], **known}
         for more in extras.get(row.digest, _NO_EXTRAS):
             yield f"{kind} {row.id}", {**more, **record}
 
@@ -101,7 +107,7 @@ def _referring_records(
     ).select_from(queries.joined(table))
     order = [column for parent, column in _ORDER.items() if parent in kinds]
     for row in _streamed(connection, statement.order_by(*order, by_code_point(table.c.created_at), table.c.digest)):
-        named = {kind: getattr(row, kind)[:_ID_LENGTH] for kind in kinds}
+        named = {kind: getattr(row, kind)[:ID_LENGTH] for kind in kinds}
         own = {
             field: _loads(getattr(row, field)) if field in _JSON_FIELDS else _plain(getattr(row, field))
             for field in fields
@@ -109,6 +115,28 @@ def _referring_records(
         record = {"record": kind, "v": keys.VERSION, **named, **own}
         for more in extras.get(row.digest, _NO_EXTRAS):
             yield f"{kind.replace('_', ' ')} {row.id}", {**more, **record}
+
+
+def with_parents(
+    connection: sa.Connection, kind: str, where: sa.ColumnElement[bool], seen: dict[str, str]
+) -> Iterator[tuple[str, Record]]:
+    """The rows of a kind that match, in the order of their numbers, each with what it names before it. `seen` maps what
+    was told already to its id."""
+    table, fields = _REFERRING[kind]
+    kinds = schema.parents(table)
+    statement = sa.select(
+        table.c.id, *(table.c[field] for field in fields), *queries.of_parents(table, "data")
+    ).select_from(queries.joined(table))
+    for row in _streamed(connection, statement.where(where).order_by(table.c.id)):
+        for parent in kinds:
+            text = getattr(row, parent)
+            body = _loads(text)
+            if text not in seen and isinstance(body, dict):
+                seen[text] = keys.digest(text)[:ID_LENGTH]
+                yield parent, {"record": parent, **body, "id": seen[text]}
+        named = {parent: seen.get(getattr(row, parent), "") for parent in kinds}
+        own = {field: _loads(getattr(row, field)) if field in _JSON_FIELDS else getattr(row, field) for field in fields}
+        yield f"{kind} {row.id}", {"record": kind, "v": keys.VERSION, **named, **own}
 
 
 def _loads(text: str) -> Any:

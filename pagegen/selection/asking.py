@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pagegen import costs, targets
-from pagegen.selection.candidates import device_for, opened, sentence
+from pagegen.selection.candidates import device_for, kept_open, opened, sentence
 from pagegen.selection.expected import Expected
 from pagegen.selection.grades import workload_distance
 from pagegen.selection.ladder import Ladder, rule_for
@@ -33,7 +33,8 @@ def select(
     ("NVIDIA H200"), where it is not this machine's. Never raises for a database; TypeError, ValueError for wrong
     arguments.
     """
-    return selected(ladder_for(spec, layout, target, workload, db, device))
+    with kept_open(db) as source:
+        return selected(ladder_for(spec, layout, target, workload, source, device))
 
 
 def ladder_for(
@@ -180,6 +181,17 @@ def best_block_size(
     if memory_bytes is not None:
         check.integer("memory_bytes", memory_bytes, at_most=2**63 - 1)
     target = Target.parse(target)
+    from pagegen.db import block_size
+
+    with kept_open(db) as source:
+        rows = _rows(spec, target, profile, source, memory_bytes, num_layers, device)
+    return block_size.ranked(rows, objective)
+
+
+def _rows(
+    spec: AttentionSpec, target: Target, profile: Profile, db: Database | str | None, memory_bytes: int | None,
+    num_layers: int, device: Device | str | None,
+) -> list[BlockSizeRow]:  # fmt: skip
     from pagegen.db import DatabaseError, block_size, figures
 
     meant, layouts = device_for(target, device), []
@@ -215,4 +227,4 @@ def best_block_size(
                 expected=Expected(spec, layout, meant, db).us,
             )  # fmt: skip
         )
-    return block_size.ranked(rows, objective)
+    return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -119,6 +119,18 @@ def opened(db: Database | str | None) -> Iterator[Database]:
     else:
         with open_db(db, read_only=True) as found:
             yield found
+
+
+@contextmanager
+def kept_open(db: Database | str | None) -> Iterator[Database | str | None]:
+    """The database opened once for all that one question asks of it: a server otherwise makes a connection for each.
+    Where it cannot be opened `db` as it is, and whoever asks it says why."""
+    with ExitStack() as stack:
+        try:
+            source: Database | str | None = stack.enter_context(opened(db))
+        except Exception:  # whatever it is, it comes again where it is dealt with
+            source = db
+        yield source
 
 
 def sentence(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagegen import targets
 from pagegen.selection.asking import ladder_for, selected
-from pagegen.selection.candidates import candidate, opened
+from pagegen.selection.candidates import candidate, kept_open, opened
 from pagegen.selection.grades import GRADES, RADIUS, axes, workload_distance
 from pagegen.selection.ladder import Ladder
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Target, Workload
@@ -71,13 +71,14 @@ def explain_selection(
     db: Database | str | None = None, *, device: Device | str | None = None,
 ) -> Explanation:  # fmt: skip
     """`select`, with everything that was considered on the way. Never raises for a database."""
-    ladder = ladder_for(spec, layout, target, workload, db, device)
-    chosen = selected(ladder)
-    try:
-        misses = near_misses(ladder, chosen)
-    except Exception as error:  # what cannot be read cannot nearly answer, and must not cost the answer that there is
-        log.warning("the near misses are left out: %s", error)
-        misses = ()
+    with kept_open(db) as source:
+        ladder = ladder_for(spec, layout, target, workload, source, device)
+        chosen = selected(ladder)
+        try:
+            misses = near_misses(ladder, chosen)
+        except Exception as error:  # what cannot be read cannot nearly answer, and costs not the answer that there is
+            log.warning("the near misses are left out: %s", error)
+            misses = ()
     return Explanation(selection=chosen, rungs=_rungs(ladder, chosen), near_misses=misses)
 
 
@@ -98,27 +99,30 @@ def _rungs(ladder: Ladder, chosen: Selection) -> tuple[Rung, ...]:
 
 
 def near_misses(ladder: Ladder, chosen: Selection) -> tuple[NearMiss, ...]:
-    """The stored portfolios that differ least from the question, field by field; the one that answered left out."""
+    """The stored portfolios that differ least from the question, field by field, each way of differing once; what
+    answered is left out."""
     from pagegen.db.leads import similar
 
     with opened(ladder.db) as db:
         leads = similar(db, LOOKED_AT)
     refused = {c.lead.digest: c.refused for c in ladder.judged}
     answered = next((c.lead for c in ladder.judged if not c.refused), None) if chosen.grade in GRADES[:4] else None
-    found = []
+    found: dict[str, tuple[Lead, dict[str, tuple[Any, Any]]]] = {}
     for lead in leads:
         if answered is not None and lead.digest == answered.digest:
             continue
         fields = differing(ladder, lead)
-        if fields is not None and len(fields) <= MAX_FIELDS:
-            found.append((lead, fields))
-    found.sort(key=lambda f: len(f[1]))  # stable: the newest first
+        why = refused.get(lead.digest, "")
+        # what differs in nothing was superseded by the answer; what differs alike, by the newest of its like
+        if fields is not None and len(fields) <= MAX_FIELDS and (fields or why):
+            found.setdefault(repr((lead.place, lead.target, fields, why)), (lead, fields))
+    nearest = sorted(found.values(), key=lambda f: len(f[1]))  # stable: the newest first
     return tuple(
         NearMiss(
             place=lead.place, target=str(lead.target), tuned_at=lead.created_at, fields=fields,
             why=refused.get(lead.digest, ""),
         )
-        for lead, fields in found[:SHOWN]
+        for lead, fields in nearest[:SHOWN]
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from pagegen import targets
 from pagegen.selection import feasibility
-from pagegen.selection.candidates import Candidate, candidate, device_for, opened, sentence
+from pagegen.selection.candidates import Candidate, candidate, device_for, kept_open, opened, sentence
 from pagegen.selection.expected import Expected, fit_for
 from pagegen.selection.grades import (
     DEFAULT,
@@ -64,7 +64,8 @@ def rule_for(
     """
     where = Target.parse(target)
     named = None if device is None else device_for(where, device)
-    return Ladder(spec, layout.canonical(spec.num_kv_heads), where, db, named=named).rule()
+    with kept_open(db) as source:
+        return Ladder(spec, layout.canonical(spec.num_kv_heads), where, source, named=named).rule()
 
 
 @dataclass
@@ -154,6 +155,8 @@ class Ladder:
         with opened(self.db) as db:
             known = list(leads(db, self.spec))
             self._name = db.name
+            if db.note:
+                self._miss("", db.note)
         found, older, damaged = [], 0, 0
         distances: dict[str, float] = {}
         for lead in known:

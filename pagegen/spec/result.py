@@ -23,6 +23,8 @@ REGIMES = ("cold", "warm")
 SESSION, PURPOSE = "tuning_session", "tuning_purpose"
 # What memory gave before each sample, as text: GB/s by spaces, in the order of `samples_us`.
 GAUGE = "tuning_gauge_gb_s"
+# In a portfolio's evidence: stored while its run went on.
+INTERIM = "interim"
 COMPILE_COUNTS = ("registers", "spills", "shared_bytes", "num_warps", "programs_per_unit", "binary_bytes")
 # Why the trial was made: the default before anything else; finding a winner; judging it on fresh samples; comparing
 # layouts in rounds over all of them; the default once more at the end, for drift.

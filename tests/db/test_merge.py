@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagegen.db import open_db, pooling
+from pagegen.db.conflicts import portfolio_conflicts
 from pagegen.spec import CacheLayout, CompileFacts, Prediction, Status
 
 TRIALS = [
@@ -170,6 +171,37 @@ def test_portfolios_that_choose_differently_are_told_and_the_newest_counts(place
         assert "(2026-01-01)" in told
         assert "(2026-01-02)" in told
         assert [p.rule for p in one.portfolios()] == [PORTFOLIOS[1][0], PORTFOLIOS[0][0]]
+
+
+def test_what_a_run_stored_on_its_way_is_no_conflict_with_what_it_came_to(place):
+    def saved(db, variant, at: str, *, interim: bool = False, profile=PROFILE) -> None:
+        made = rule(variant)
+        made = replace(made, evidence={**made.evidence, "interim": True}) if interim else made
+        db.save_portfolio(
+            spec=SPEC, layout=LAYOUT, device=H100, profile=profile, rule=made, code_hash="c0de", created_at=at
+        )
+
+    first, second, third = (replace(TUNED, num_splits=splits) for splits in (1, 2, 8))
+    with open_db(place("one"), shipped=False) as one, open_db(place("other"), shipped=False) as other:
+        saved(one, first, "2026-01-01", interim=True)
+        saved(one, second, "2026-01-02", interim=True)
+        assert conflicts_of(one) == []  # a killed run: its last word counts
+        saved(one, third, "2026-01-03")
+        assert conflicts_of(one) == []
+        saved(other, second, "2026-01-04")
+        (told,) = one.merge(other).conflicts
+        assert told.count("; ") == 1
+        assert "2026-01-03" in told
+        assert "2026-01-04" in told
+        assert len(one.portfolios()) == 4
+        saved(one, first, "2026-01-05", interim=True)  # newer than all: it is what counts, and contradicts them
+        (told,) = conflicts_of(one)
+        assert told.count("; ") == 2
+
+
+def conflicts_of(db) -> list[str]:
+    with db.store.reading() as connection:
+        return [str(conflict) for conflict in portfolio_conflicts(connection)]
 
 
 def test_samples_of_one_question_are_pooled_with_where_each_came_from(place):

@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from database_fakes import CPU, H100, trial
 
 from pagegen.cli.main import main
-from pagegen.db import DatabaseError, NewerSchema, OlderSchema, migrations, open_db
+from pagegen.db import DatabaseError, NewerSchema, OlderSchema, codec, keys, migrations, open_db
 from pagegen.db.engine import Store
 from pagegen.db.schema import SCHEMA_VERSION, metadata
 
@@ -184,7 +185,7 @@ def test_rows_that_cannot_be_read_do_not_stop_a_migration_and_are_named_after_it
 
 def test_an_older_file_opened_for_reading_names_the_command(tmp_path):
     path = restored(tmp_path / "old.db", 1)
-    with pytest.raises(OlderSchema, match=r"schema version 1, this pagegen reads 2: run pagegen db migrate --db .*old"):
+    with pytest.raises(OlderSchema, match=f"reads {SCHEMA_VERSION}: run pagegen db migrate --db .*old"):
         open_db(path, read_only=True)
     assert not list(tmp_path.glob("*-wal"))
 
@@ -198,20 +199,20 @@ def test_the_command_leads_a_file_up_and_back(tmp_path):
     refused = command("stats")
     assert refused.exit_code == 1
     assert "run pagegen db migrate --db" in refused.output
-    assert "has schema version 2" in command("migrate").output
+    assert f"has schema version {SCHEMA_VERSION}" in command("migrate").output
     assert command("verify").exit_code == 0
     back = command("migrate", "--to", "1", "--json")
     assert json.loads(back.stdout) == {"database": str(path), "schema_version": 1}
     assert rows(path) == rows(restored(tmp_path / "again.db", 1))
-    unknown = command("migrate", "--to", "3")
+    unknown = command("migrate", "--to", str(SCHEMA_VERSION + 1))
     assert unknown.exit_code == 1
-    assert "version must be from 1 to 2" in unknown.output
+    assert f"version must be from 1 to {SCHEMA_VERSION}" in unknown.output
 
 
 def test_a_version_that_is_not_known_is_refused(tmp_path):
     with open_db(tmp_path / "new.db") as db:
         for version in (0, SCHEMA_VERSION + 1):
-            with pytest.raises(ValueError, match="version must be from 1 to 2"):
+            with pytest.raises(ValueError, match=f"version must be from 1 to {SCHEMA_VERSION}"):
                 db.store.migrate(version)
         assert db.record(trial())
 
@@ -220,11 +221,11 @@ def test_a_newer_file_is_left_alone(tmp_path):
     path = tmp_path / "newer.db"
     open_db(path).close()
     connection = sqlite3.connect(path)
-    connection.execute("UPDATE pagegen_schema SET version = 3")
+    connection.execute(f"UPDATE pagegen_schema SET version = {SCHEMA_VERSION + 1}")
     connection.commit()
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(NewerSchema, match="schema version 3"):
+    with pytest.raises(NewerSchema, match=f"schema version {SCHEMA_VERSION + 1}"):
         open_db(path)
     assert path.read_bytes() == before
 
@@ -271,3 +272,41 @@ def test_processes_that_open_an_older_file_at_once_lead_it_up_once(tmp_path):
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 8
     with open_db(path) as db:
         assert db.verify() == []
+
+
+def test_version_3_gives_one_product_with_more_and_less_memory_left_by_its_driver_one_key(tmp_path):
+    path = restored(tmp_path / "old.db", 2)
+    assert len(identities(path, "NVIDIA L4")) == 2  # 22.0 and 22.5 GiB as one, 22.6 as another
+    with open_db(path) as db:
+        of_l4 = [t for t in db.trials() if t.device.name == "NVIDIA L4"]
+        assert sorted(t.device.memory_gib for t in of_l4) == [22.0, 22.5, 22.6]
+        assert len({codec.trial_key(t) for t in of_l4}) == 1
+        assert len(db.trials(device=of_l4[0].device)) == 3
+        db.store.migrate(2)
+    assert len(identities(path, "NVIDIA L4")) == 2
+
+
+def identities(path: Path, name: str) -> set[str]:
+    connection = sqlite3.connect(path)
+    found = {i for (i,) in connection.execute("SELECT identity FROM devices WHERE name = ?", (name,))}
+    connection.close()
+    return found
+
+
+# What drivers were seen to leave of one product's memory, in GiB; the sizes are of public listings.
+REPORTED = {
+    "L4": (21.95, 22.03, 22.49, 22.5, 22.6), "A10G": (21.99, 22.06, 22.49), "RTX 4090": (23.5, 23.52, 23.64, 23.99),
+    "L40S": (44.39, 44.53, 44.99, 47.54), "T4": (14.56, 14.58, 14.75), "A100 40": (39.39, 39.5, 39.59),
+    "H100": (79.1, 79.11, 79.44, 79.6, 80.0), "H200": (139.72, 139.81, 140.4, 141.0), "B200": (178.35, 179.1, 183.4),
+    "MI300X": (191.5, 191.98, 192.0), "a VM of 16": (15.4, 15.5, 15.6, 15.7), "a VM of 32": (30.5, 31.1, 31.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("product", REPORTED)
+def test_one_products_memory_is_of_one_class(product):
+    assert len({keys.device_identity(replace(H100, memory_gib=gib)) for gib in REPORTED[product]}) == 1
+
+
+def test_products_of_one_name_and_another_memory_stay_apart():
+    for less, more in ((8, 12), (8, 16), (12, 24), (16, 32), (40, 80), (0, 8)):
+        assert len({keys.device_identity(replace(H100, memory_gib=gib)) for gib in (less, more)}) == 2

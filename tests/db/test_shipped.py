@@ -54,6 +54,20 @@ def test_questions_see_both_layers_and_each_trial_once(records, place):
         assert [profile.name for profile in db.profiles()] == [PROFILE.name]
 
 
+def test_a_trial_that_the_user_has_of_what_ships_counts_once_when_devices_are_ranked(records, place):
+    other = replace(H100, name="Other GPU", units=100)
+    with open_db(place("own")) as db:
+        for i in range(3):
+            db.record(trial(code_hash=CODE, device=other, samples_us=(50.0 + i,)))
+        assert [d.name for d in db.measured_devices(SPEC, SM_90, CODE)] == ["Other GPU", H100.name]
+        for shipped_trial in SHIPPED:  # 2 of the H100 in both layers: still fewer than 3
+            db.record(shipped_trial)
+        assert [d.name for d in db.measured_devices(SPEC, SM_90, CODE)] == ["Other GPU", H100.name]
+        for i in range(2):
+            db.record(trial(code_hash=CODE, samples_us=(70.0 + i,)))
+        assert [d.name for d in db.measured_devices(SPEC, SM_90, CODE)] == [H100.name, "Other GPU"]
+
+
 def test_writing_stats_verifying_exporting_and_pruning_are_about_the_users_own(records, place, tmp_path):
     with open_db(place("own")) as db:
         db.record(OWN)

@@ -155,7 +155,7 @@ def test_one_product_whose_drivers_reserve_differently_is_one_device(tmp_path, m
             created_at="2026-01-01",
         )
         assert db.select(SPEC, LAYOUT, SM_90, DECODE).grade == "exact"
-        monkeypatch.setattr(targets, "current_device", lambda target: replace(H100, memory_gib=40.0))
+        monkeypatch.setattr(targets, "current_device", lambda target: replace(H100, memory_gib=24.0))
         assert db.select(SPEC, LAYOUT, SM_90, DECODE).grade == "arch"
 
 

@@ -45,12 +45,21 @@ class Server:
         if self._user:
             os.chown(folder, NOBODY, NOBODY)
             programs = self._reachable(programs)
+        self._programs = programs
         self._run(programs / "initdb", "-D", folder / "data", "-U", "pagegen", "-A", "trust", "-E", "UTF8", "--no-sync")
+        rules = folder / "data" / "pg_hba.conf"  # members of this role need a password, nobody else does
+        rules.write_text(f"local all +needs_password scram-sha-256\n{rules.read_text()}")
         self._log = (folder / "log").open("wb")
+        self.start()
+
+    def start(self) -> None:
+        """Starts the server, and waits until it answers."""
+        folder = self.folder
         # a private server need not survive a power cut: without syncing a test takes half the time
         options = {"fsync": "off", "max_connections": "100", "listen_addresses": "", "shared_buffers": "32MB"}
+        settings = [f"--{name}={value}" for name, value in options.items()]
         self._process = subprocess.Popen(
-            [programs / "postgres", "-D", folder / "data", "-k", folder, *(f"--{k}={v}" for k, v in options.items())],
+            [self._programs / "postgres", "-D", folder / "data", "-k", folder, *settings],
             cwd=folder, stdout=self._log, stderr=self._log, **self._user,
         )  # fmt: skip
         self._wait()
@@ -95,6 +104,11 @@ class Server:
         with psycopg.connect(host=str(self.folder), user="pagegen", dbname=database, autocommit=True) as connection:
             cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []
+
+    def crash(self) -> None:
+        """Ends the server without a word to anybody, as a crash does."""
+        self._process.send_signal(3)
+        self._process.wait(timeout=30)
 
     def stop(self) -> None:
         """Ends the server; connections that are open are cut."""

@@ -15,6 +15,7 @@ from database_fakes import CPU, DECODE, H100, MIXED, PROFILE, SPEC, TUNED, cpu_t
 
 from pagegen import costs, targets
 from pagegen.cli.main import main
+from pagegen.cli.report_data import gather
 from pagegen.db import open_db
 from pagegen.spec import CacheLayout, Profile, Status
 
@@ -81,7 +82,7 @@ def test_the_page_has_every_section_and_loads_nothing(tmp_path):
     assert page.loads == []
     assert "script" not in page.tags
     assert re.findall("<h2>(.*?)</h2>", text) == ["Block size", "Roofline", "Regret", "Tuning history", "Devices"]
-    for words in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "tokens per s", "regret, %", "best so far", "fake CPU"):
+    for words in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "tokens/s", "regret, %", "best so far", "fake CPU"):
         assert words in text
     drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(drawn) == 1 + 3 + 1 + 1 + 1  # one spec; two GPUs and a CPU below their roofs
@@ -102,6 +103,23 @@ def test_names_from_a_database_are_text_and_no_markup(tmp_path):
     assert EVIL not in text
     assert "&lt;script&gt;" in text
     assert "script" not in Page(text).tags
+
+
+def test_ticks_are_plain_numbers_and_figures_have_no_frame(tmp_path):
+    fill(tmp_path / "one.db")
+    text = draw(tmp_path)[1]
+    assert "mathdefault" not in text
+    assert "<!-- 0.1 -->" in text or ">0.1<" in text
+    assert text.count('id="patch_6"') <= text.count("<svg")
+
+
+def test_the_line_of_a_tuning_run_never_falls_and_starts_at_one(tmp_path):
+    with open_db(tmp_path / "one.db", shipped=False) as db:
+        for number, (us, load) in enumerate(((100.0, DECODE), (80.0, DECODE), (400.0, MIXED), (90.0, DECODE))):
+            db.record(trial(samples_us=(us,), workload=load, created_at=f"2026-01-0{1 + number}"))
+        (found,) = gather(db, spec=None, target=None, limit=100, max_specs=1).history
+    assert found["line"] == [[1, 1.0], [2, pytest.approx(1.25**0.5)], [3, pytest.approx(1.25**0.5)],
+                             [4, pytest.approx(1.25**0.5)], [4, pytest.approx(1.25**0.5)]]  # fmt: skip
 
 
 def test_json_holds_the_figures_that_are_drawn(tmp_path):

@@ -136,7 +136,8 @@ def test_malformed_lines_are_named_by_their_number_and_the_others_imported(db, o
         "no object": "[1, 2]",
         "nothing": "null",
         "no record": {"v": 1},
-        "other version": {**trials[0], "v": 2},
+        "other version": {**trials[0], "v": 0},
+        "version in words": {**trials[0], "v": "2"},
         "negative": {**trials[0], "samples_us": [-1.0]},
         "zero": {**trials[0], "samples_us": [0]},
         "not a number": json.dumps({**trials[0], "samples_us": [float("nan")]}),
@@ -161,8 +162,48 @@ def test_malformed_lines_are_named_by_their_number_and_the_others_imported(db, o
     said = dict(zip(bad, report.malformed, strict=True))
     assert "has no 'regime'" in said["missing field"]
     assert "names kernel feedfeedfeedfeed" in said["unknown kernel"]
-    assert "version 1, got 2" in said["other version"]
+    assert "version 1, got 0" in said["other version"]
     assert other.verify() == []
+
+
+def test_records_of_a_newer_version_are_kept_reported_and_come_out_so_that_it_could_read_them(db, other, tmp_path):
+    fill(db, [0], [])
+    of = {r["record"]: r for r in lines_of(db, tmp_path)}
+    odd = [
+        {**of["device"], "id": "dev", "v": 1},  # only a newer record names it, under an id of the file's own
+        {**of["kernel"], "id": "k2", "v": 2, "colour": "red"},
+        {**of["trial"], "kernel": "k2", "device": "dev"},
+        {**of["trial"], "v": 2, "device": "dev", "phase": 7},
+        {"record": "weather", "v": 3, "sky": ["blue"]},
+    ]
+    write(tmp_path / "newer.jsonl", [*[r for k, r in of.items() if k not in ("trial", "device")], *odd])
+    report = other.import_(tmp_path / "newer.jsonl")
+    first = len(of) - 2
+    assert (report.added, report.malformed) == (0, ())
+    assert report.ignored == (
+        f"line {first + 2}: 'kernel' of version 2",
+        f"line {first + 3}: 'trial' that names what a newer version defines",
+        f"line {first + 4}: 'trial' of version 2",
+        f"line {first + 5}: 'weather' of version 3",
+    )
+    assert other.trials() == []
+    assert other.verify() == []
+    out = lines_of(other, tmp_path)
+    defined = {}
+    for record in out:  # whatever is named was defined before it
+        for kind in ("kernel", "device", "environment", "variant", "workload"):
+            assert not isinstance(record.get(kind), str) or record[kind] in defined[kind]
+        defined.setdefault(record["record"], set()).add(record.get("id"))
+    assert sorted((r["record"], r["v"]) for r in out if r["v"] > 1 or r["record"] == "trial") == [
+        ("kernel", 2), ("trial", 1), ("trial", 2), ("weather", 3)
+    ]  # fmt: skip
+    assert not other.import_(tmp_path / "newer.jsonl").malformed
+    assert lines_of(other, tmp_path) == out  # once
+
+
+def test_a_newer_record_with_what_no_database_keeps_is_malformed(other, tmp_path):
+    (tmp_path / "odd.jsonl").write_text('{"record": "trial", "v": 2, "x": NaN}\n{"record": "trial", "v": true}\n')
+    assert len(other.import_(tmp_path / "odd.jsonl").malformed) == 2
 
 
 def test_what_a_newer_pagegen_wrote_beside_is_ignored_and_reported(db, other, tmp_path):

@@ -263,6 +263,18 @@ def test_near_misses_are_told_field_by_field_the_nearest_first(db):
     assert set(second.fields) == {"spec.kv_dtype", "spec.kv_scale_granularity", "layout.block_size"}
 
 
+def test_near_misses_that_differ_alike_are_told_once_by_the_newest(db):
+    save(db, rule(), at="2026-01-01")
+    save(db, rule(), at="2026-01-02")  # answers; the older one differs in nothing
+    for day in (1, 2, 3):
+        save(db, rule(), code="older templates", at=f"2026-02-0{day}")
+    save(db, rule(), code="older templates", layout=CacheLayout(block_size=32), at="2026-01-01")
+    found = selection.explain_selection(SPEC, LAYOUT, SM_90, DECODE, db).near_misses
+    assert [(miss.tuned_at, set(miss.fields)) for miss in found] == [
+        ("2026-02-03", {"code_hash"}), ("2026-01-01", {"code_hash", "layout.block_size"})
+    ]  # fmt: skip
+
+
 def test_a_near_miss_for_its_batch_says_how_far_each_axis_is_from_the_radius(db):
     save(db, rule())
     (miss,) = selection.explain_selection(SPEC, LAYOUT, SM_90, FAR, db).near_misses

@@ -154,6 +154,15 @@ def test_a_second_run_measures_nothing_and_says_the_same(db):
     assert second.trials == {}
 
 
+def test_what_is_stored_while_a_run_goes_on_says_so_and_a_second_run_stores_nothing(db):
+    run(db, FakeBench(table(s8=0.8, s2=0.9), noise=0.05))
+    stored = [p.rule.evidence.get("interim", False) for p in db.portfolios()]
+    assert len(stored) > 1 and stored[0] is False and all(stored[1:])
+    assert saved(db) == db.portfolios()[0].rule
+    run(db, FakeBench(table(s8=0.8, s2=0.9), noise=0.05))
+    assert len(db.portfolios()) == len(stored)
+
+
 def test_a_repeated_run_takes_the_same_steps_whatever_was_measured_since():
     for seed in range(2):
         store = FakeStore()

@@ -184,7 +184,7 @@ def test_rows_that_cannot_be_read_do_not_stop_a_migration_and_are_named_after_it
 
 def test_an_older_file_opened_for_reading_names_the_command(tmp_path):
     path = restored(tmp_path / "old.db", 1)
-    with pytest.raises(OlderSchema, match=r"schema version 1, this pagegen reads 2: run pagegen db migrate --db .*old"):
+    with pytest.raises(OlderSchema, match=r"schema version 1, this pagegen reads 3: run pagegen db migrate --db .*old"):
         open_db(path, read_only=True)
     assert not list(tmp_path.glob("*-wal"))
 
@@ -198,20 +198,20 @@ def test_the_command_leads_a_file_up_and_back(tmp_path):
     refused = command("stats")
     assert refused.exit_code == 1
     assert "run pagegen db migrate --db" in refused.output
-    assert "has schema version 2" in command("migrate").output
+    assert "has schema version 3" in command("migrate").output
     assert command("verify").exit_code == 0
     back = command("migrate", "--to", "1", "--json")
     assert json.loads(back.stdout) == {"database": str(path), "schema_version": 1}
     assert rows(path) == rows(restored(tmp_path / "again.db", 1))
-    unknown = command("migrate", "--to", "3")
+    unknown = command("migrate", "--to", "4")
     assert unknown.exit_code == 1
-    assert "version must be from 1 to 2" in unknown.output
+    assert "version must be from 1 to 3" in unknown.output
 
 
 def test_a_version_that_is_not_known_is_refused(tmp_path):
     with open_db(tmp_path / "new.db") as db:
         for version in (0, SCHEMA_VERSION + 1):
-            with pytest.raises(ValueError, match="version must be from 1 to 2"):
+            with pytest.raises(ValueError, match="version must be from 1 to 3"):
                 db.store.migrate(version)
         assert db.record(trial())
 
@@ -220,11 +220,11 @@ def test_a_newer_file_is_left_alone(tmp_path):
     path = tmp_path / "newer.db"
     open_db(path).close()
     connection = sqlite3.connect(path)
-    connection.execute("UPDATE pagegen_schema SET version = 3")
+    connection.execute("UPDATE pagegen_schema SET version = 99")
     connection.commit()
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(NewerSchema, match="schema version 3"):
+    with pytest.raises(NewerSchema, match="schema version 99"):
         open_db(path)
     assert path.read_bytes() == before
 

@@ -12,7 +12,7 @@ from database_fakes import CPU, H100, LAYOUT, MIXED, PROFILE, SM_90, SPEC, TUNED
 
 from pagegen.db import open_db
 from pagegen.db.rows import Writer
-from pagegen.db.schema import portfolios
+from pagegen.db.schema import SCHEMA_VERSION, portfolios
 from pagegen.spec import CacheLayout, CompileFacts, CppVariant, Prediction, Status, Workload
 
 
@@ -147,7 +147,7 @@ def test_stats_count_what_is_there(db):
     assert found["trials_by_status"] == {"ok": 2, "timeout": 1}
     assert found["trials_by_target"] == {"cpu": 1, "sm_90": 2}
     assert found["trials_by_code_hash"] == {"c0de": 2, "cpp": 1}
-    assert found["schema_version"] == 2
+    assert found["schema_version"] == SCHEMA_VERSION
     assert found["bytes"] > 0
 
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from pagegen import settings
 from pagegen.cli import doctor
 from pagegen.cli.main import main
+from pagegen.db.schema import SCHEMA_VERSION
 
 
 def report(*arguments: str) -> str:
@@ -55,8 +56,13 @@ def test_a_database_is_described(tmp_path):
 
     open_db().close()
     found = document()["database"]
-    assert (found["exists"], found["readable"], found["trials"], found["schema_version"]) == (True, True, 0, 2)
-    assert "(0 trials, schema 2)" in report()
+    assert (found["exists"], found["readable"], found["trials"], found["schema_version"]) == (
+        True,
+        True,
+        0,
+        SCHEMA_VERSION,
+    )
+    assert f"(0 trials, schema {SCHEMA_VERSION})" in report()
 
 
 def test_a_broken_database_is_named_with_a_remedy():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -15,25 +13,18 @@ import torch
 from pagegen import costs, targets
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant, check
 from pagegen.spec.layout import USUAL_BLOCK_SIZES
-from pagegen_autotune import known
-from pagegen_autotune.cells import Cell
-from pagegen_autotune.evidence import Evidence
+from pagegen_autotune.executor import LocalExecutor
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.isolated import IsolatedBench
-from pagegen_autotune.job import Job, named
-from pagegen_autotune.ledger import Ledger, Store
+from pagegen_autotune.job import Job
+from pagegen_autotune.ledger import Store
 from pagegen_autotune.measure import Bench, KernelBench
+from pagegen_autotune.measured import Run, TuneError, measured
 from pagegen_autotune.objective import OBJECTIVES
-from pagegen_autotune.portfolio import Decision, decide
-from pagegen_autotune.report import Report, Row
+from pagegen_autotune.report import Report
 from pagegen_autotune.search import STRATEGIES
-from pagegen_autotune.session import REACH, Session
 
 log = logging.getLogger(__name__)
-
-
-class TuneError(RuntimeError):
-    """Nothing could be tuned here."""
 
 
 def tune(
@@ -86,7 +77,8 @@ def tune(
         store.save_profile(profile)
         if here:
             used = bench or stack.enter_context(_bench(spec, where, device, profile, seed))
-            facts = _measured(job, used, clock, budget_s, budget_trials, stop, progress, seed)
+            run = Run(LocalExecutor(used, clock, stop), clock, stop, budget_s, budget_trials, seed)
+            facts = measured(job, run, progress=progress)
         else:
             facts = _predicted(job, clock, budget_s, stop, progress)
         return Report(profile=profile.name, device=device, seconds=clock() - start, **facts)
@@ -114,66 +106,6 @@ def is_present(target: Target) -> bool:
     except ValueError:  # another GPU than the target
         return False
     return True
-
-
-def _measured(
-    job: Job, bench: Bench, clock: Callable[[], float], budget_s: float | None, budget_trials: int | None,
-    stop: StopSignal, progress: bool, seed: int,
-) -> dict[str, Any]:  # fmt: skip
-    start = clock()
-    ledger = Ledger(job.store, job.spec, job.device, job.code_hash, bench)
-    session = Session(
-        job.cells, ledger, bench, job.strategy, clock=clock, budget_s=budget_s, stop=stop, progress=progress, seed=seed,
-        objective=job.objective, max_trials=budget_trials, reach=math.inf if job.whole else REACH,
-    )  # fmt: skip
-
-    @functools.lru_cache(maxsize=len(job.cells))
-    def decide_by(evidence: Evidence, cell: Cell) -> Decision | None:
-        return decide(evidence, cell.loads, cell.batches)
-
-    def decided(cell: Cell) -> Decision | None:
-        return decide_by(session.evidence(cell), cell)  # new trials make another Evidence
-
-    def row(layout: CacheLayout) -> Row | None:
-        """None where a class has no measured default: its rule would say nothing."""
-        cells = [c for c in job.cells if c.layout == layout]
-        made = [d for d in map(decided, cells) if d is not None]
-        trials = len(ledger.trials(layout))
-        return job.row(layout, made, "measured", {"trials": trials}) if len(made) == len(cells) else None
-
-    def save(cell: Cell) -> None:
-        found = row(cell.layout)
-        if found is not None:
-            job.save(found)
-
-    interrupted = False
-    try:
-        session.run(save)
-    except KeyboardInterrupt:
-        interrupted = True
-        for layout in job.layouts:
-            save(next(c for c in job.cells if c.layout == layout))
-    if not interrupted:
-        job.refit()
-    rows = tuple(r for r in map(row, job.layouts) if r is not None)
-    for made in () if interrupted else rows:
-        job.save(made)  # with the cost model's coefficients, where there are trials enough
-        # a GPU kernel is compiled once more to look at it, about a second each
-        late = job.device.target.is_gpu and budget_s is not None and clock() - start > budget_s
-        kernels = [] if late else [(v, decode) for batches, v in named(made) for decode in known.FORMS[batches]]
-        job.save_known(made, (bench.facts(made.layout, variant, decode=decode) for variant, decode in kernels))
-    if not rows and not interrupted:
-        raise TuneError(f"no default variant ran on {job.device.target}: {'; '.join(session.left_out)}")
-    return {
-        "kind": "measured",
-        "rows": rows,
-        "trials": {status.value: count for status, count in sorted(ledger.added.items(), key=lambda i: -i[1])},
-        "resumed": ledger.resumed,
-        "rejected": job.rejected(),
-        "left_out": tuple(session.left_out),
-        "drift": {c.name: drift for c in job.cells if (drift := session.evidence(c).drift(c.loads)) is not None},
-        "interrupted": interrupted,
-    }
 
 
 def _predicted(

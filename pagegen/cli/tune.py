@@ -106,8 +106,9 @@ def command(
         raise click.BadParameter(
             "the interpreter's times mean nothing: name cpu, or a GPU such as sm_90", param_hint="--target"
         )
+    from pagegen_autotune.measured import TuneError
     from pagegen_autotune.revalidate import revalidate as measure_again
-    from pagegen_autotune.tuner import TuneError, tune
+    from pagegen_autotune.tuner import tune
 
     with output.plain_failures():
         try:

@@ -77,16 +77,18 @@ class Executor(Protocol):
         """What the compiler made of a variant, None where it does not say."""
 
 
-def run(race: Race, bench: Bench, into: Rounds[Entry], *, more: Callable[[], bool]) -> None:
-    """Runs a race on a bench; `more` is asked before each further round. Whatever happens, `into` holds what was
-    measured until then."""
+def run(
+    race: Race, entries: Sequence[Entry], bench: Bench, into: Rounds[Entry], *, more: Callable[[], bool]
+) -> None:  # fmt: skip
+    """Runs a race, or as many of its entries as are sound, on a bench; `more` is asked before each further round.
+    Whatever happens, `into` holds what was measured until then."""
 
     def sample(entry: Entry) -> float:
         layout, variant = entry
         return bench.sample(layout, variant, race.workload)
 
     interleave(
-        race.entries, sample, into, rounds=race.rounds, rng=random.Random(race.seed), more=more, gauge=bench.gauge,
+        entries, sample, into, rounds=race.rounds, rng=random.Random(race.seed), more=more, gauge=bench.gauge,
         judge=functools.partial(racing.losers, best_known=race.best_known) if race.purpose == SEARCH else None,
     )  # fmt: skip
 
@@ -118,7 +120,7 @@ class LocalExecutor:
         """Runs a race. Raises KeyboardInterrupt once a stop was requested."""
         rounds: Rounds[Entry] = Rounds()
         self._ended.append((race, rounds))
-        run(race, _Stoppable(self._bench, self._stop), rounds, more=lambda: self._clock() < race.until)
+        run(race, race.entries, _Stoppable(self._bench, self._stop), rounds, more=lambda: self._clock() < race.until)
 
     def ended(self, wait_s: float) -> list[Result]:
         found, self._ended = self._ended, []

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pagegen import costs, targets
-from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant, check
-from pagegen.spec.layout import USUAL_BLOCK_SIZES
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant
+from pagegen_autotune.arguments import layouts_of, opened
 from pagegen_autotune.executor import LocalExecutor
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.isolated import IsolatedBench
@@ -20,9 +20,7 @@ from pagegen_autotune.job import Job
 from pagegen_autotune.ledger import Store
 from pagegen_autotune.measure import Bench, KernelBench
 from pagegen_autotune.measured import Run, TuneError, measured
-from pagegen_autotune.objective import OBJECTIVES
 from pagegen_autotune.report import Report
-from pagegen_autotune.search import STRATEGIES
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +59,15 @@ def tune(
     Raises ValueError for a spec that no generated kernel serves, for the interpreter and for bad arguments, TuneError
     when not even a default variant passes its check or an absent GPU cannot be compiled for, and the database's errors.
     """
-    where, layouts = _checked_arguments(spec, profile, block_sizes, target, budget_s, orders, strategy)
-    check.one_of("objective", objective, OBJECTIVES)
-    if budget_trials is not None:
-        check.integer("budget_trials", budget_trials)
+    layouts = layouts_of(
+        spec, profile, block_sizes, orders, strategy=strategy, objective=objective, budget_s=budget_s,
+        budget_trials=budget_trials,
+    )  # fmt: skip
+    where = _checked_target(spec, target)
     if only is not None:
         layouts = [layout for layout in layouts if layout in only]
     with ExitStack() as stack:
-        store: Store = stack.enter_context(_open(db)) if db is None or isinstance(db, str) else db
+        store: Store = stack.enter_context(opened(db))
         stop = stack.enter_context(StopSignal())
         start = clock()
         here = bench is not None or is_present(where)
@@ -119,33 +118,14 @@ def _predicted(
         raise TuneError(str(error)) from error
 
 
-def _checked_arguments(
-    spec: AttentionSpec, profile: Profile, block_sizes: Sequence[int] | None, target: str | Target | None,
-    budget_s: float | None, orders: Sequence[str], strategy: str,
-) -> tuple[Target, list[CacheLayout]]:  # fmt: skip
-    check.instance("spec", spec, AttentionSpec)
-    check.instance("profile", profile, Profile)
-    if budget_s is not None and not budget_s > 0:
-        raise ValueError(f"budget_s must be positive, got {budget_s!r}")
-    check.one_of("strategy", strategy, STRATEGIES)
+def _checked_target(spec: AttentionSpec, target: str | Target | None) -> Target:
     where = Target.current() if target is None else Target.parse(target)
     if where.kind == "interpreter":
         raise ValueError(
             "target must be one whose times mean something, got interpreter: Triton's interpreter runs thousands of "
             "times slower than any device. Use cpu, or a GPU such as sm_90 (predicted where it is not here)"
         )
-    sizes = USUAL_BLOCK_SIZES if block_sizes is None else tuple(block_sizes)
-    layouts = [CacheLayout(block_size=check.integer("block_sizes", b), order=o) for o in orders for b in sizes]
-    if not layouts:
-        raise ValueError(f"block_sizes and orders must not be empty, got {sizes} and {tuple(orders)}")
     reason = targets.unsupported(spec, where)
     if reason is not None:
         raise ValueError(f"spec must be one that a generated kernel serves on {where}: {reason}")
-    # orders that are the same bytes are one layout to the operator
-    return where, list(dict.fromkeys(layout.canonical(spec.num_kv_heads) for layout in layouts))
-
-
-def _open(url: str | None) -> Any:
-    from pagegen.db import open_db
-
-    return open_db(url)
+    return where

@@ -54,9 +54,9 @@ class Heartbeat:
     """While entered, renews the leases of one tuner; at the end it gives back what is left of them. `holder` is its
     name, a new one each time: a tuner that is started again waits for what it leased before it was killed."""
 
-    def __init__(self, store: LeaseStore, *, seconds: float = LEASE_S) -> None:
+    def __init__(self, store: LeaseStore) -> None:
         self.store = store
-        self.seconds = seconds
+        self.seconds = LEASE_S
         self.holder = uuid.uuid4().hex
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pagegen leases", daemon=True)

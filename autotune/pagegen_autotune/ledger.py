@@ -104,8 +104,13 @@ class Ledger:
         return self._trials[layout]
 
     def _stored(self, layout: CacheLayout) -> list[Measurement]:
-        asked = {"spec": self.spec, "layout": layout, "target": self.device.target, "code_hash": self.code_hash}
-        return [t for t in self._asking(lambda: self.store.trials(**asked)) if self._comparable(t)]  # type: ignore[arg-type]
+        return self._asking(lambda: self._comparable_in_store(layout))
+
+    def _comparable_in_store(self, layout: CacheLayout) -> list[Measurement]:
+        stored = self.store.trials(
+            spec=self.spec, layout=layout, target=self.device.target, code_hash=self.code_hash
+        )  # fmt: skip
+        return [trial for trial in stored if self._comparable(trial)]
 
     def refresh(self, layouts: Iterable[CacheLayout]) -> None:
         """Reads what others stored since."""
@@ -178,6 +183,26 @@ class Ledger:
         for trial in made:
             self._trials[trial.layout].append(trial)
             self.added[trial.status] += 1
+
+    def add_once(self, failures: Iterable[Measurement]) -> None:
+        """Stores failures that no other tuner has stored: of a check, which is not leased."""
+        made = list(failures)
+        for layout in {trial.layout for trial in made}:
+            mine = [trial for trial in made if trial.layout == layout]
+            self.trials(layout)
+            kept = self._asking(lambda layout=layout, mine=mine: self._new_ones(layout, mine))  # type: ignore[misc]
+            self._trials[layout] += kept
+            self.added.update(trial.status for trial in kept)
+            if len(kept) < len(mine):
+                self.refresh([layout])
+
+    def _new_ones(self, layout: CacheLayout, failures: Sequence[Measurement]) -> list[Measurement]:
+        with self.store.atomic():  # one writer at a time: between looking and storing nobody stores
+            there = {t.variant: t for t in self._comparable_in_store(layout) if t.status is not Status.OK}
+            kept = [t for t in failures if t.variant not in there or _identity(there[t.variant]) == _identity(t)]
+            for trial in kept:
+                self.store.record(trial)
+        return kept
 
     def _written(self, trials: Sequence[Measurement], lease: Held | None) -> bool:
         if not trials and lease is None:

@@ -80,12 +80,13 @@ class Trials:
             found = self._executor.check(cell.layout, new[:many])
             self._stop.check()  # a compiler that Ctrl-C killed has found nothing wrong
             del new[:many]
-            failed = {v: verdict for v, verdict in found.items() if verdict.status is not Status.OK}
             self._verdicts |= {(cell.layout, variant): verdict for variant, verdict in found.items()}
-            self._ledger.add(
+            failures = [
                 self._ledger.failure(cell.layout, variant, cell.loads[0][0], verdict)
-                for variant, verdict in failed.items()
-            )
+                for variant, verdict in found.items()
+                if verdict.status is not Status.OK
+            ]
+            (self._ledger.add if self._claims is None else self._ledger.add_once)(failures)
         return [v for v in variants if self._verdicts[cell.layout, v].status is Status.OK]
 
     def race(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -46,11 +47,17 @@ class Server:
             os.chown(folder, NOBODY, NOBODY)
             programs = self._reachable(programs)
         self._run(programs / "initdb", "-D", folder / "data", "-U", "pagegen", "-A", "trust", "-E", "UTF8", "--no-sync")
+        self._programs = programs
         self._log = (folder / "log").open("wb")
+        self._start()
+
+    def _start(self) -> None:
+        folder = self.folder
         # a private server need not survive a power cut: without syncing a test takes half the time
         options = {"fsync": "off", "max_connections": "100", "listen_addresses": "", "shared_buffers": "32MB"}
+        told = [f"--{name}={value}" for name, value in options.items()]
         self._process = subprocess.Popen(
-            [programs / "postgres", "-D", folder / "data", "-k", folder, *(f"--{k}={v}" for k, v in options.items())],
+            [self._programs / "postgres", "-D", folder / "data", "-k", folder, *told],
             cwd=folder, stdout=self._log, stderr=self._log, **self._user,
         )  # fmt: skip
         self._wait()
@@ -96,10 +103,22 @@ class Server:
             cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []
 
-    def stop(self) -> None:
-        """Ends the server; connections that are open are cut."""
+    @contextlib.contextmanager
+    def down(self) -> Iterator[None]:
+        """Meanwhile there is no server; connections that are open are cut."""
+        self._end()
+        try:
+            yield
+        finally:
+            self._start()
+
+    def _end(self) -> None:
         self._process.send_signal(2)  # fast shutdown
         self._process.wait(timeout=30)
+
+    def stop(self) -> None:
+        """Ends the server; connections that are open are cut."""
+        self._end()
         self._log.close()
 
 

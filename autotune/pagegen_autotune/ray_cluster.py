@@ -25,6 +25,9 @@ CONNECT_S = 5.0
 # A station is begun so many times on one slot: what it loses each time is measured elsewhere.
 MAX_STARTS = 3
 MAX_BUILDERS, BUILDER_START_S = 16, 60.0
+# Ray gives a process as many threads as it asked for CPUs, one with a GPU. Empty: as many as a process has by itself,
+# so that times compare with those of a run without Ray.
+_ENVIRONMENT = {"env_vars": {"OMP_NUM_THREADS": ""}}
 _LOOK_S = 2.0  # how often the nodes are asked for anew
 
 
@@ -181,7 +184,9 @@ class Cluster:
         resources = {"num_gpus": 1, "num_cpus": min(1, slot.cpus)} if slot.gpu else {"num_cpus": slot.cpus}
         slot.actor = (
             self.ray.remote(Station)
-            .options(scheduling_strategy=self._on(slot.node), max_restarts=0, **resources)
+            .options(
+                scheduling_strategy=self._on(slot.node), max_restarts=0, runtime_env=_ENVIRONMENT, **resources
+            )
             .remote(
                 self._spec, self._profile, gpu=slot.gpu, seed=self._seed, kit=self._kit, expected=_templates(),
             )

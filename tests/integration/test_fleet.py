@@ -167,7 +167,7 @@ def when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Th
                 if condition():
                     act()
                     return
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -175,8 +175,9 @@ def when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Th
 
 
 def trials(url: str) -> int:
-    with open_db(url, read_only=True, shipped=False) as db:
-        return len(db.trials())
+    """How many there are. Raises DatabaseError where there is no database yet, or just now."""
+    with open_db(url, read_only=True, shipped=False) as db, db.store.reading() as connection:
+        return connection.exec_driver_sql("SELECT count(*) FROM trials").scalar()
 
 
 def test_a_killed_driver_a_killed_station_and_a_database_that_is_down_cost_nothing(

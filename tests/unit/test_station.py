@@ -1,4 +1,4 @@
-"""What a node of a fleet does, without a cluster: it tells its device, times what it has itself checked, and compiles."""
+"""What a node of a fleet does, without a cluster: it tells its device, times what it has checked, and compiles."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ check: $(TOOLS)
 	$(PY) -m mypy
 	MYPYPATH=bench:autotune $(PY) -m mypy bench/cpu.py bench/cpu_bench bench/cpu_peers bench/cache.py bench/cache_bench \
 	  bench/serving.py bench/serving_bench bench/database.py bench/database_bench bench/cost_model.py bench/cost_model_bench \
-	  bench/tuning.py bench/tuning_bench bench/traces.py bench/host_cost.py bench/scale.py
+	  bench/tuning.py bench/tuning_bench bench/traces.py bench/host_cost.py bench/scale.py bench/fleet.py bench/fleet_bench
 
 format: $(TOOLS)
 	$(PY) -m ruff check --fix .

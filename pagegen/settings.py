@@ -51,6 +51,11 @@ def measuring_environment() -> dict[str, str]:
     return {**os.environ, "OMP_WAIT_POLICY": omp_wait_policy()}
 
 
+def keep_ray_quiet() -> None:
+    """Ray reports how it is used to its makers unless it is told not to; a process of pagegen's never does."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
 def interpreting() -> bool:
     """Whether Triton's interpreter was asked for (`TRITON_INTERPRET=1`), which must be set before triton loads."""
     return os.environ.get("TRITON_INTERPRET", "") == "1"

@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagegen_autotune.fleet import FleetReport, tune_fleet
     from pagegen_autotune.profiles import import_trace, load_profile, shipped_profiles
     from pagegen_autotune.report import Report
     from pagegen_autotune.served import Rest, ServedBlockSize, serve_block_sizes
     from pagegen_autotune.tuner import tune
 
 __all__ = [
+    "FleetReport",
     "Report",
     "Rest",
     "ServedBlockSize",
@@ -20,9 +22,11 @@ __all__ = [
     "serve_block_sizes",
     "shipped_profiles",
     "tune",
+    "tune_fleet",
 ]
 
 _HOMES = {
+    "FleetReport": "pagegen_autotune.fleet",
     "Report": "pagegen_autotune.report",
     "Rest": "pagegen_autotune.served",
     "ServedBlockSize": "pagegen_autotune.served",
@@ -31,6 +35,7 @@ _HOMES = {
     "serve_block_sizes": "pagegen_autotune.served",
     "shipped_profiles": "pagegen_autotune.profiles",
     "tune": "pagegen_autotune.tuner",
+    "tune_fleet": "pagegen_autotune.fleet",
 }
 
 

@@ -13,24 +13,29 @@ from tqdm import tqdm
 class Progress:
     """One line on standard error. A trial is a variant on a workload. `left_s` tells the seconds that the budget
     leaves, infinite without one; what the known trials will take at the pace of those so far is told where that is
-    less."""
+    less. `name` and `position` tell the lines of runs side by side apart: what is measured on, as it is just then, and
+    the line's place."""
 
-    def __init__(self, show: bool, left_s: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, show: bool, left_s: Callable[[], float], clock: Callable[[], float] = time.monotonic, *,
+        name: Callable[[], str] | None = None, position: int | None = None,
+    ) -> None:  # fmt: skip
+        self._name = name
         self._left_s = left_s
         self._clock = clock
         self._start = clock()
         self._done = self._expected = 0
-        self._facts = ""
+        self._facts = self._part = ""
         # dynamic_ncols: a fixed width wraps in a narrow terminal
         self._bar: tqdm[Any] = tqdm(
-            total=0, dynamic_ncols=True, disable=not show, unit="trial",
+            total=0, dynamic_ncols=True, disable=not show, unit="trial", position=position,
             bar_format="{desc}: {n_fmt} trials done, {unit}",
         )  # fmt: skip
 
     def at(self, what: str) -> None:
         """The part of the run that begins."""
         self._facts = ""
-        self._bar.set_description_str(what, refresh=False)
+        self._part = what
         self._show()
 
     def expect(self, trials: int) -> None:
@@ -57,6 +62,8 @@ class Progress:
     def _show(self) -> None:
         if self._bar.disable:
             return
+        name = "" if self._name is None else f"{self._name()}: "
+        self._bar.set_description_str(name + self._part, refresh=False)
         left = max(0, self._expected - self._done)
         elapsed = self._clock() - self._start
         known_s = elapsed / self._done * left if self._done else math.inf

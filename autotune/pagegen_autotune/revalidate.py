@@ -13,8 +13,9 @@ from pagegen_autotune.job import default_variants
 from pagegen_autotune.known import FORMS
 from pagegen_autotune.ledger import same_environment
 from pagegen_autotune.measure import Bench, environment_of
+from pagegen_autotune.measured import TuneError
 from pagegen_autotune.report import Report
-from pagegen_autotune.tuner import TuneError, is_present, tune
+from pagegen_autotune.tuner import is_present, tune
 
 if TYPE_CHECKING:
     from pagegen.db import Database

@@ -6,17 +6,17 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 
-from pagegen import costs
 from pagegen.spec import Variant, Workload
 from pagegen.spec.result import AFTER, BASELINE, COMPARE, CONFIRM, SEARCH
+from pagegen_autotune import roofline
 from pagegen_autotune.cells import Cell, Contender
+from pagegen_autotune.claims import Claims
 from pagegen_autotune.evidence import Evidence
+from pagegen_autotune.executor import Executor, Race
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.ledger import Ledger
-from pagegen_autotune.measure import Bench
 from pagegen_autotune.objective import Objective
 from pagegen_autotune.partition import divisions
 from pagegen_autotune.portfolio import best, leader
@@ -31,7 +31,7 @@ CONFIRM_ROUNDS, AFTER_ROUNDS = 9, 3
 # A variant that takes over 5 % longer than the best on the heaviest batch, and on the one that differs most from it
 # among those with a twentieth of the time or more, is not measured on the class's others; one that takes over 25 %
 # longer not even on the second.
-REACH, FAR, PROBE_SHARE = 0.05, 0.25, 0.05
+REACH, FAR, PROBE_SHARE, PROBES = 0.05, 0.25, 0.05, 2
 # Of a budget: when measuring ends, since storing and a last call take time; the defaults' extra rounds; what is kept
 # for comparing layouts. Of a cell's share: the search, and within it what compiling may take.
 END, BASELINE_SHARE, COMPARE_SHARE, SEARCH_SHARE, COMPILE_SHARE = 0.95, 0.2, 0.1, 0.75, 0.6
@@ -44,9 +44,10 @@ class Session:
     the trials beside the defaults' first rounds; `reach`: how far behind the best a variant may be and stay."""
 
     def __init__(
-        self, cells: Sequence[Cell], ledger: Ledger, bench: Bench, strategy: Strategy, *,
+        self, cells: Sequence[Cell], ledger: Ledger, executor: Executor, strategy: Strategy, *,
         clock: Callable[[], float], budget_s: float | None, stop: StopSignal, progress: bool, seed: int,
-        objective: Objective, max_trials: int | None = None, reach: float = REACH,
+        objective: Objective, max_trials: int | None = None, reach: float = REACH, claims: Claims | None = None,
+        line: Progress | None = None,
     ) -> None:  # fmt: skip
         self.cells = cells
         self.left_out: list[str] = []
@@ -60,19 +61,21 @@ class Session:
         self._reach = reach
         self._evidence: dict[Cell, Evidence] = {}
         self._searched: set[Cell] = set()
-        self._line = Progress(progress, lambda: self._start + self._budget_s - clock(), clock)
-        self._trials = Trials(ledger, bench, clock=clock, stop=stop, progress=self._line, seed=seed)
+        self._line = line or Progress(progress, lambda: self._start + self._budget_s - clock(), clock)
+        self._trials = Trials(
+            ledger, executor, clock=clock, stop=stop, progress=self._line, seed=seed, claims=claims
+        )  # fmt: skip
 
     def run(self, finished: Callable[[Cell], None]) -> None:
         """Measures until done, out of budget or stopped (KeyboardInterrupt); `finished` is called when a cell's
         decision or its figures have changed."""
         try:
             sound = [cell for cell in self.cells if self._guarded(cell, self._baseline)]
-            self._max_trials += self._ledger.added.total()
+            self._max_trials += self._trials.begun
             for number, cell in enumerate(sound):
                 until = self._clock() + self._share(sound[number:])
-                few = (self._max_trials - self._ledger.added.total()) / len(sound[number:])
-                trials = self._ledger.added.total() + few
+                few = (self._max_trials - self._trials.begun) / len(sound[number:])
+                trials = self._trials.begun + few
                 self._guarded(cell, functools.partial(self._search, until=until, trials=trials))
                 finished(cell)
             self._compare_layouts(sound)
@@ -115,9 +118,10 @@ class Session:
     def _fits(self, cell: Cell, workload: Workload, calls: int, until: float, trials: float) -> bool:
         """Whether one round of so many calls is likely to end in time, and the trials are as many as are left."""
         in_time = self._clock() + calls * self.evidence(cell).cost_us(workload) / 1e6 < until
-        return in_time and self._ledger.added.total() + calls <= trials
+        return in_time and self._trials.begun + calls <= trials
 
     # --- the parts of a run -------------------------------------------------------------------------------------
+    # Races are yielded, and asked for when the executor is free; None waits until all before are stored.
 
     def _baseline(self, cell: Cell) -> None:
         """The default on every workload: one round whatever the budget, since every row needs a measured time."""
@@ -128,14 +132,14 @@ class Session:
         self._trials.require(cell)
         self._line.expect(len(missing))
         until = self._start + BASELINE_SHARE * self._budget_s
-        for workload in missing:
-            self._trials.rounds([(cell, cell.default)], workload, BASELINE, ENOUGH_ROUNDS, until)
+        alone = [(cell, cell.default)]
+        self._trials.run(self._trials.race(alone, w, BASELINE, ENOUGH_ROUNDS, until) for w in missing)
 
     def _search(self, cell: Cell, *, until: float, trials: float) -> None:
         self._line.at(cell.name)
         search_until = self._clock() + SEARCH_SHARE * (until - self._clock())
-        added = self._ledger.added.total()
-        search_trials = added + SEARCH_TRIALS * (trials - added)
+        begun = self._trials.begun
+        search_trials = begun + SEARCH_TRIALS * (trials - begun)
         earlier = self.cells[: self.cells.index(cell)]
         won = [best(self.evidence(c), c.loads) for c in earlier if c.batches == cell.batches]
         cell.space.seed(winner.variant for winner in won if winner)  # block sizes have much in common
@@ -143,7 +147,8 @@ class Session:
         batch = next(search, [])
         while batch and self._measure(cell, batch, search_until, search_trials):
             scores = self.evidence(cell).scores(cell.loads)
-            self._line.best(min([1.0, *scores.values()]), self._roofline_share(cell))
+            share = roofline.share(self._ledger.spec, self._ledger.device, cell, self.evidence(cell))
+            self._line.best(min([1.0, *scores.values()]), share)
             try:
                 batch = search.send(scores)
             except StopIteration:
@@ -163,21 +168,31 @@ class Session:
         if late:
             self.left_out.append(f"{cell.name}: {late} variants not compiled")
         self._line.expect(-sum(len(loads) for v, loads in todo.items() if v not in ready))
+        before = len(self.left_out)
+        self._trials.run(self._races(cell, ready, todo, until, trials))
+        return not late and len(self.left_out) == before
+
+    def _races(
+        self, cell: Cell, ready: Sequence[Variant], todo: dict[Variant, list[Workload]], until: float, trials: float
+    ) -> Iterator[Race | None]:
+        """The variants beside the default, workload by workload. The first two decide who is left for the others, which
+        do not depend on one another."""
         for number, workload in enumerate(self._order(cell)):
+            if number <= PROBES:
+                yield None
             pending = [v for v, loads in self._pending(cell, ready).items() if workload in loads]
-            room = max(1, min(len(pending), int(min(trials, 1e9)) - self._ledger.added.total() - 1))
+            room = max(1, min(len(pending), int(min(trials, 1e9)) - self._trials.begun - 1))
             if pending and not self._fits(cell, workload, 1 + room, until, trials):
                 some = f"{len(cell.loads) - number} of {len(cell.loads)} workloads"
                 self.left_out.append(f"{cell.name}: {len(pending)} variants on {some}")
-                return False
+                return
             pending = pending[:room]  # of a budget of trials the rest is spent on the first, which promise most
             self._line.expect(len(pending) - sum(workload in todo[v] for v in ready))
             if pending:
                 contenders = [(cell, v) for v in (cell.default, *pending)]
                 best_known = self._best_known(cell, workload)
                 self._searched.add(cell)
-                self._trials.rounds(contenders, workload, SEARCH, ROUNDS, until, best_known=best_known)
-        return not late
+                yield self._trials.race(contenders, workload, SEARCH, ROUNDS, until, best_known=best_known)
 
     def _pending(self, cell: Cell, variants: Sequence[Variant]) -> dict[Variant, list[Workload]]:
         """The workloads on which each of `variants` lacks rounds beside the default, for those that lack any: not where
@@ -246,29 +261,40 @@ class Session:
         if len(self._trials.checked(cell, asked)) < len(asked):
             return False
         self._line.expect(len(workloads) * (len(asked) - 1))
-        for workload in workloads:
-            if not self._fits(cell, workload, len(asked), until, trials):
-                self.left_out.append(f"{cell.name}: fresh samples to confirm {variants[-1].name}")
-                return False
-            self._trials.rounds([(cell, v) for v in asked], workload, CONFIRM, CONFIRM_ROUNDS, until)
+        before = len(self.left_out)
+
+        def races() -> Iterator[Race]:
+            for workload in workloads:
+                if not self._fits(cell, workload, len(asked), until, trials):
+                    self.left_out.append(f"{cell.name}: fresh samples to confirm {variants[-1].name}")
+                    return
+                yield self._trials.race([(cell, v) for v in asked], workload, CONFIRM, CONFIRM_ROUNDS, until)
+
+        self._trials.run(races())
+        if len(self.left_out) > before:
+            return False
         self._searched.add(cell)
         return True
 
     def _compare_layouts(self, cells: Sequence[Cell]) -> None:
         """Rounds over the chosen variants of all layouts: block sizes measured minutes apart do not compare."""
-        until = self._start + self._budget_s
         self._line.at("comparing block sizes")
+        wanted: list[tuple[Workload, list[Contender]]] = []
         for workload in dict.fromkeys(w for cell in cells for w, _ in cell.loads):
             finalists = [c for cell in cells if workload in dict(cell.loads) for c in self._finalists(cell)]
             known = [self.evidence(cell).sessions(v, workload, COMPARE) for cell, v in finalists]
-            if len({cell.layout for cell, _ in finalists}) < 2 or set.intersection(*known):
-                continue
-            contenders = [(cell, v) for cell, v in finalists if self._trials.checked(cell, [v])]
+            if len({cell.layout for cell, _ in finalists}) >= 2 and not set.intersection(*known):
+                wanted.append((workload, [c for c in finalists if self._trials.checked(c[0], [c[1]])]))
+        self._trials.run(self._comparisons(wanted))
+
+    def _comparisons(self, wanted: Sequence[tuple[Workload, list[Contender]]]) -> Iterator[Race]:
+        until = self._start + self._budget_s
+        for workload, contenders in wanted:
             if not contenders or not self._fits(contenders[0][0], workload, len(contenders), until, math.inf):
                 self.left_out.append("rounds over all block sizes: their step times are of different minutes")
                 return
             self._line.expect(len(contenders))
-            self._trials.rounds(contenders, workload, COMPARE, ROUNDS, until)
+            yield self._trials.race(contenders, workload, COMPARE, ROUNDS, until)
 
     def _finalists(self, cell: Cell) -> list[Contender]:
         """The cell's default and what replaces it, if anything does."""
@@ -277,27 +303,15 @@ class Session:
 
     def _again(self, cell: Cell) -> None:
         """The default once more where this run measured others: how much the machine changed meanwhile."""
+        if cell in self._searched:
+            self._trials.run(self._repeats(cell))
+
+    def _repeats(self, cell: Cell) -> Iterator[Race]:
         until = self._start + self._budget_s
-        for workload, _ in cell.loads if cell in self._searched else ():
+        for workload, _ in cell.loads:
+            if (cell.layout, cell.default) in self._ledger.arrived(0, workload, AFTER):
+                continue  # by another tuner that works beside this one
             if not self._fits(cell, workload, AFTER_ROUNDS, until, math.inf):
                 return
             self._line.expect(1)
-            self._trials.rounds([(cell, cell.default)], workload, AFTER, AFTER_ROUNDS, until)
-
-    def _roofline_share(self, cell: Cell) -> float | None:
-        """How near the best so far is to what memory and arithmetic allow, over the cell's loads; None where the
-        device's rates are not known. On a CPU memory gives what the gauge said, not what it gave at the start."""
-        evidence = self.evidence(cell)
-        device = self._ledger.device
-        readings = evidence.gauge_gb_s
-        if readings:
-            device = replace(device, bandwidth_gb_s=statistics.median(readings))
-        if not device.bandwidth_gb_s > 0:
-            return None
-        known = evidence.ratios(cell.loads)
-        least = ideal = 0.0
-        for workload, weight in cell.loads:
-            ratio = min([1.0, *(ratios[workload] for ratios in known.values() if workload in ratios)])
-            least += weight * ratio * evidence.cost_us(workload)
-            ideal += weight * costs.roofline_us(self._ledger.spec, cell.layout, device, workload)
-        return ideal / least if least else None
+            yield self._trials.race([(cell, cell.default)], workload, AFTER, AFTER_ROUNDS, until)

@@ -1,21 +1,27 @@
-"""The trials of a run: which variants compile and compute the right thing, and rounds that time them side by side."""
+"""The trials of a run: which variants compile and compute the right thing, and races that time them side by side."""
 
 from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pagegen.spec import CacheLayout, Status, Variant, Workload
+from pagegen.spec import Status, Variant, Workload
 from pagegen.spec.result import COMPARE, CONFIRM, SEARCH
 from pagegen_autotune import racing
 from pagegen_autotune.cells import Cell, Contender
+from pagegen_autotune.claims import Claims
 from pagegen_autotune.evidence import ELIMINATED
+from pagegen_autotune.executor import Entry, Executor, Race
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.ledger import Ledger
-from pagegen_autotune.measure import Bench, Verdict
+from pagegen_autotune.measure import Verdict
 from pagegen_autotune.progress import Progress
-from pagegen_autotune.rounds import Rounds, interleave
+from pagegen_autotune.queueing import Queue
+from pagegen_autotune.rounds import Rounds
+
+# How often who waits for a race looks whether a stop was requested, or whether another tuner gave a lease back.
+POLL_S = 0.25
 
 
 class BaselineFailed(Exception):
@@ -23,28 +29,37 @@ class BaselineFailed(Exception):
 
 
 class Trials:
-    """Runs trials on a bench and stores every one, failures included."""
+    """Runs trials on an executor and stores every one, failures included. With `claims`, what another tuner measures
+    just now is waited for and read."""
 
     def __init__(
-        self, ledger: Ledger, bench: Bench, *, clock: Callable[[], float], stop: StopSignal, progress: Progress,
-        seed: int,
+        self, ledger: Ledger, executor: Executor, *, clock: Callable[[], float], stop: StopSignal, progress: Progress,
+        seed: int, claims: Claims | None = None,
     ) -> None:  # fmt: skip
         self._ledger = ledger
-        self._bench = bench
+        self._executor = executor
         self._clock = clock
         self._stop = stop
         self._progress = progress
         self._rng = random.Random(seed)
-        self._verdicts: dict[tuple[CacheLayout, Variant], Verdict] = {}
+        self._claims = claims
+        self._verdicts: dict[Entry, Verdict] = {}
+        self._running = 0
+
+    @property
+    def begun(self) -> int:
+        """Trials that this run added, or that are being measured."""
+        return self._ledger.added.total() + self._running
 
     def compile(self, cell: Cell, variants: Sequence[Variant], until: float) -> list[Variant]:
         """Those that pass their check, of as many as time allows. Raises BaselineFailed."""
         passed: list[Variant] = []
         self.require(cell)
-        for first in range(0, len(variants), self._bench.workers):
-            if self._clock() >= until:
-                break
-            passed += self.checked(cell, variants[first : first + self._bench.workers])
+        left = list(variants)
+        while left and self._clock() < until:
+            many = self._executor.workers
+            passed += self.checked(cell, left[:many])
+            del left[:many]
         return passed
 
     def was_checked(self, cell: Cell, variant: Variant) -> bool:
@@ -60,59 +75,95 @@ class Trials:
         """Those of `variants` that pass; the failures are stored."""
         variants = list(variants)
         new = [v for v in variants if (cell.layout, v) not in self._verdicts]
-        for first in range(0, len(new), self._bench.workers):
-            found = self._bench.check(cell.layout, new[first : first + self._bench.workers])
+        while new:
+            many = self._executor.workers
+            found = self._executor.check(cell.layout, new[:many])
             self._stop.check()  # a compiler that Ctrl-C killed has found nothing wrong
-            for variant, verdict in found.items():
-                self._verdicts[cell.layout, variant] = verdict
-                if verdict.status is not Status.OK:
-                    self._ledger.fail(cell.layout, variant, cell.loads[0][0], verdict)
+            del new[:many]
+            self._verdicts |= {(cell.layout, variant): verdict for variant, verdict in found.items()}
+            failures = [
+                self._ledger.failure(cell.layout, variant, cell.loads[0][0], verdict)
+                for variant, verdict in found.items()
+                if verdict.status is not Status.OK
+            ]
+            (self._ledger.add if self._claims is None else self._ledger.add_once)(failures)
         return [v for v in variants if self._verdicts[cell.layout, v].status is Status.OK]
 
-    def rounds(
+    def race(
         self, contenders: Sequence[Contender], workload: Workload, purpose: str, rounds: int, until: float, *,
         best_known: float | None = None,
-    ) -> None:  # fmt: skip
-        """Interleaved rounds on one workload, stored whatever ends them. In those of a search whoever is clearly slower
-        than the best leaves; `best_known` is the best ratio to the default that was measured before. Raises
-        BaselineFailed for a lone cell."""
-        measured: Rounds[Contender] = Rounds()
+    ) -> Race:  # fmt: skip
+        """Rounds for variants that passed their checks, the default first. In those that compare layouts no variant is
+        essential."""
+        return Race(
+            entries=tuple((cell.layout, variant) for cell, variant in contenders),
+            workload=workload,
+            purpose=purpose,
+            rounds=rounds,
+            until=until,
+            seed=self._rng.getrandbits(63),
+            best_known=best_known,
+            essential=() if purpose == COMPARE else tuple((c.layout, v) for c, v in contenders if v == c.default),
+        )
 
-        def sample(contender: Contender) -> float:
-            self._stop.check()
-            cell, variant = contender
-            return self._bench.sample(cell.layout, variant, workload)
-
-        def judge(samples: Mapping[Contender, Sequence[float]]) -> dict[Contender, float]:
-            return racing.losers(samples, best_known=best_known)
-
+    def run(self, races: Iterator[Race | None]) -> None:
+        """Runs races as the executor becomes free for them, and stores each as it ends, whatever ends the run. The
+        next race is asked for when it can be started; None waits until all before it are stored. Raises
+        BaselineFailed for a lone cell, when all that was begun is stored."""
+        queue = Queue(races, self._claims, self._ledger)
+        failed = ""
         try:
-            interleave(
-                contenders, sample, measured, rounds=rounds, rng=self._rng, more=lambda: self._clock() < until,
-                gauge=self._bench.gauge, judge=judge if purpose == SEARCH else None,
-            )  # fmt: skip
+            while self._executor.busy or not (failed or queue.ended):
+                self._stop.check()
+                while not failed and self._executor.free and (race := queue.next(self._executor.busy)):
+                    self._running += len(race.entries)
+                    self._executor.start(race)
+                over = not self._executor.busy and (failed or queue.ended)
+                failed = self._collect(0.0 if over else POLL_S) or failed
+        except BaseException:
+            self._collect(0.0)
+            raise
         finally:
-            # one transaction: a commit for each trial takes tens of milliseconds, as long as measuring it
-            with self._ledger.store.atomic():
-                self._store(workload, measured, purpose)
-        self._progress.done(len(contenders) - (purpose in (SEARCH, CONFIRM)))  # there the default only keeps time
-        for (cell, variant), (_, detail) in measured.failures.items():
-            if variant == cell.default and purpose != COMPARE:
-                raise BaselineFailed(detail)
+            self._running = 0
+        if failed:
+            raise BaselineFailed(failed)
 
-    def _store(self, workload: Workload, measured: Rounds[Contender], purpose: str) -> None:
+    def _collect(self, wait_s: float) -> str:
+        """Stores the races that ended; says why an essential variant failed, if one did."""
+        failed = ""
+        for race, measured in self._executor.ended(wait_s):
+            self._running -= len(race.entries)
+            self._store(race, measured)
+            failed = next((measured.failures[e][1] for e in race.essential if e in measured.failures), failed)
+        return failed
+
+    def _store(self, race: Race, measured: Rounds[Entry]) -> None:
+        """Stores a race in one transaction: a commit for each trial takes tens of milliseconds, as long as measuring
+        it. What another tuner took over meanwhile is left to that one."""
         session = uuid.uuid4().hex
-        for (cell, variant), (status, detail) in measured.failures.items():
-            self._ledger.fail(cell.layout, variant, workload, Verdict(status=status, detail=detail))
-        for contender, samples in measured.samples.items():
+        trials = [
+            self._ledger.failure(layout, variant, race.workload, Verdict(status=status, detail=detail))
+            for (layout, variant), (status, detail) in measured.failures.items()
+        ]
+        for entry, samples in measured.samples.items():
             if samples:
-                cell, variant = contender
-                slower = measured.out.get(contender)
-                self._ledger.succeed(
-                    cell.layout, variant, workload, samples, session=session, purpose=purpose,
-                    max_error=self._verdicts[cell.layout, variant].max_error, gauge_gb_s=measured.gauge[contender],
-                    detail="" if slower is None else _eliminated(slower, len(samples)),
-                )  # fmt: skip
+                layout, variant = entry
+                slower = measured.out.get(entry)
+                trials.append(
+                    self._ledger.success(
+                        layout,
+                        variant,
+                        race.workload,
+                        samples,
+                        session=session,
+                        purpose=race.purpose,
+                        max_error=self._verdicts[entry].max_error,
+                        gauge_gb_s=measured.gauge[entry],
+                        detail="" if slower is None else _eliminated(slower, len(samples)),
+                    )  # fmt: skip
+                )
+        self._ledger.add(trials, None if self._claims is None else self._claims.of(race))
+        self._progress.done(len(race.entries) - (race.purpose in (SEARCH, CONFIRM)))  # there the default keeps time
 
 
 def _eliminated(slower: float, rounds: int) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,27 +12,18 @@ import torch
 
 from pagegen import targets
 from pagegen.selection import device_for
-from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant, check
-from pagegen.spec.layout import USUAL_BLOCK_SIZES
-from pagegen_autotune import known
-from pagegen_autotune.cells import Cell
-from pagegen_autotune.evidence import Evidence
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant
+from pagegen_autotune.arguments import layouts_of, opened
+from pagegen_autotune.executor import LocalExecutor
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.isolated import IsolatedBench
-from pagegen_autotune.job import Job, named
-from pagegen_autotune.ledger import Ledger, Store
+from pagegen_autotune.job import Job
+from pagegen_autotune.ledger import Store
 from pagegen_autotune.measure import Bench, KernelBench
-from pagegen_autotune.objective import OBJECTIVES
-from pagegen_autotune.portfolio import Decision, decide
-from pagegen_autotune.report import Report, Row
-from pagegen_autotune.search import STRATEGIES
-from pagegen_autotune.session import REACH, Session
+from pagegen_autotune.measured import Run, TuneError, measured
+from pagegen_autotune.report import Report
 
 log = logging.getLogger(__name__)
-
-
-class TuneError(RuntimeError):
-    """Nothing could be tuned here."""
 
 
 def tune(
@@ -73,14 +62,15 @@ def tune(
     Raises ValueError for a spec that no generated kernel serves, for the interpreter and for bad arguments, TuneError
     when not even a default variant passes its check or an absent GPU cannot be compiled for, and the database's errors.
     """
-    where, layouts = _checked_arguments(spec, profile, block_sizes, target, budget_s, orders, strategy)
-    check.one_of("objective", objective, OBJECTIVES)
-    if budget_trials is not None:
-        check.integer("budget_trials", budget_trials)
+    layouts = layouts_of(
+        spec, profile, block_sizes, orders, strategy=strategy, objective=objective, budget_s=budget_s,
+        budget_trials=budget_trials,
+    )  # fmt: skip
+    where = _checked_target(spec, target)
     if only is not None:
         layouts = [layout for layout in layouts if layout in only]
     with ExitStack() as stack:
-        store: Store = stack.enter_context(_open(db)) if db is None or isinstance(db, str) else db
+        store: Store = stack.enter_context(opened(db))
         stop = stack.enter_context(StopSignal())
         start = clock()
         meant = device_for(where, device)
@@ -89,7 +79,8 @@ def tune(
         store.save_profile(profile)
         if here:
             used = bench or stack.enter_context(_bench(spec, where, meant, profile, seed))
-            facts = _measured(job, used, clock, budget_s, budget_trials, stop, progress, seed)
+            run = Run(LocalExecutor(used, clock, stop), clock, stop, budget_s, budget_trials, seed)
+            facts = measured(job, run, progress=progress)
         else:
             facts = _predicted(job, clock, budget_s, stop, progress)
         return Report(profile=profile.name, device=meant, seconds=clock() - start, **facts)
@@ -119,66 +110,6 @@ def is_present(target: Target) -> bool:
     return True
 
 
-def _measured(
-    job: Job, bench: Bench, clock: Callable[[], float], budget_s: float | None, budget_trials: int | None,
-    stop: StopSignal, progress: bool, seed: int,
-) -> dict[str, Any]:  # fmt: skip
-    start = clock()
-    ledger = Ledger(job.store, job.spec, job.device, job.code_hash, bench)
-    session = Session(
-        job.cells, ledger, bench, job.strategy, clock=clock, budget_s=budget_s, stop=stop, progress=progress, seed=seed,
-        objective=job.objective, max_trials=budget_trials, reach=math.inf if job.whole else REACH,
-    )  # fmt: skip
-
-    @functools.lru_cache(maxsize=len(job.cells))
-    def decide_by(evidence: Evidence, cell: Cell) -> Decision | None:
-        return decide(evidence, cell.loads, cell.batches)
-
-    def decided(cell: Cell) -> Decision | None:
-        return decide_by(session.evidence(cell), cell)  # new trials make another Evidence
-
-    def row(layout: CacheLayout) -> Row | None:
-        """None where a class has no measured default: its rule would say nothing."""
-        cells = [c for c in job.cells if c.layout == layout]
-        made = [d for d in map(decided, cells) if d is not None]
-        trials = len(ledger.trials(layout))
-        return job.row(layout, made, "measured", {"trials": trials}) if len(made) == len(cells) else None
-
-    def save(cell: Cell) -> None:
-        found = row(cell.layout)
-        if found is not None:
-            job.save(found, interim=True)
-
-    interrupted = False
-    try:
-        session.run(save)
-    except KeyboardInterrupt:
-        interrupted = True
-        for layout in job.layouts:
-            save(next(c for c in job.cells if c.layout == layout))
-    if not interrupted:
-        job.refit()
-    rows = tuple(r for r in map(row, job.layouts) if r is not None)
-    for made in () if interrupted else rows:
-        job.save(made)  # with the cost model's coefficients, where there are trials enough
-        # a GPU kernel is compiled once more to look at it, about a second each
-        late = job.device.target.is_gpu and budget_s is not None and clock() - start > budget_s
-        kernels = [] if late else [(v, decode) for batches, v in named(made) for decode in known.FORMS[batches]]
-        job.save_known(made, (bench.facts(made.layout, variant, decode=decode) for variant, decode in kernels))
-    if not rows and not interrupted:
-        raise TuneError(f"no default variant ran on {job.device.target}: {'; '.join(session.left_out)}")
-    return {
-        "kind": "measured",
-        "rows": rows,
-        "trials": {status.value: count for status, count in sorted(ledger.added.items(), key=lambda i: -i[1])},
-        "resumed": ledger.resumed,
-        "rejected": job.rejected(),
-        "left_out": tuple(session.left_out),
-        "drift": {c.name: drift for c in job.cells if (drift := session.evidence(c).drift(c.loads)) is not None},
-        "interrupted": interrupted,
-    }
-
-
 def _predicted(
     job: Job, clock: Callable[[], float], budget_s: float | None, stop: StopSignal, progress: bool
 ) -> dict[str, Any]:
@@ -190,33 +121,14 @@ def _predicted(
         raise TuneError(str(error)) from error
 
 
-def _checked_arguments(
-    spec: AttentionSpec, profile: Profile, block_sizes: Sequence[int] | None, target: str | Target | None,
-    budget_s: float | None, orders: Sequence[str], strategy: str,
-) -> tuple[Target, list[CacheLayout]]:  # fmt: skip
-    check.instance("spec", spec, AttentionSpec)
-    check.instance("profile", profile, Profile)
-    if budget_s is not None and not budget_s > 0:
-        raise ValueError(f"budget_s must be positive, got {budget_s!r}")
-    check.one_of("strategy", strategy, STRATEGIES)
+def _checked_target(spec: AttentionSpec, target: str | Target | None) -> Target:
     where = Target.current() if target is None else Target.parse(target)
     if where.kind == "interpreter":
         raise ValueError(
             "target must be one whose times mean something, got interpreter: Triton's interpreter runs thousands of "
             "times slower than any device. Use cpu, or a GPU such as sm_90 (predicted where it is not here)"
         )
-    sizes = USUAL_BLOCK_SIZES if block_sizes is None else tuple(block_sizes)
-    layouts = [CacheLayout(block_size=check.integer("block_sizes", b), order=o) for o in orders for b in sizes]
-    if not layouts:
-        raise ValueError(f"block_sizes and orders must not be empty, got {sizes} and {tuple(orders)}")
     reason = targets.unsupported(spec, where)
     if reason is not None:
         raise ValueError(f"spec must be one that a generated kernel serves on {where}: {reason}")
-    # orders that are the same bytes are one layout to the operator
-    return where, list(dict.fromkeys(layout.canonical(spec.num_kv_heads) for layout in layouts))
-
-
-def _open(url: str | None) -> Any:
-    from pagegen.db import open_db
-
-    return open_db(url)
+    return where

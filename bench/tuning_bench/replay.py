@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pagegen_autotune.cells import Cell
+from pagegen_autotune.executor import LocalExecutor
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.ledger import Ledger
 from pagegen_autotune.measure import Verdict
@@ -196,9 +197,14 @@ def replay(
     bench = ReplayBench(recording, seed)
     cell = _cell(recording)
     ledger = Ledger(_Memory(), recording.spec, recording.device, recording.code_hash, bench)  # type: ignore[arg-type]
+    stop = StopSignal()
+
+    def clock() -> float:
+        return bench.seconds
+
     session = Session(
-        [cell], ledger, bench, strategy, clock=lambda: bench.seconds, budget_s=None, stop=StopSignal(), progress=False,
-        seed=seed, objective=OBJECTIVES["mean"], reach=reach,
+        [cell], ledger, LocalExecutor(bench, clock, stop), strategy, clock=clock, budget_s=None, stop=stop,
+        progress=False, seed=seed, objective=OBJECTIVES["mean"], reach=reach,
         max_trials=None if budget is None else int(budget * whole),
     )  # fmt: skip
     session.run(lambda cell: None)

@@ -114,7 +114,7 @@ def _target() -> Target:
 
 def _tune(story: _Story, url: str | None, budget: float) -> Report:
     from pagegen_autotune import load_profile, tune
-    from pagegen_autotune.tuner import TuneError
+    from pagegen_autotune.measured import TuneError
 
     sizes = ", ".join(map(str, BLOCK_SIZES))
     with story.step("tune", f"tuning {MODEL}'s attention on {story.target} for block sizes {sizes} on {PROFILE}"):

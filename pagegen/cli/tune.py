@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from pagegen.cli import options, output
 from pagegen.cli.query import profile_of
 from pagegen.spec import Target
 from pagegen.spec.layout import ORDERS, USUAL_BLOCK_SIZES
+
+if TYPE_CHECKING:
+    from pagegen_autotune.report import Report
 
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _USUAL = ",".join(map(str, USUAL_BLOCK_SIZES))
@@ -74,9 +77,16 @@ class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
     help="Measure the best stored variants again where the compiler or driver changed since; no search.",
 )  # fmt: skip
 @click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="How many, with --revalidate.")
+@click.option(
+    "--ray", "address", metavar="auto|HOST:PORT",
+    help="Tune every distinct device of a running Ray cluster, equal ones side by side.",
+)  # fmt: skip
+@click.option("--devices", metavar="NAMES", help="Of a cluster, only these: targets or parts of names, by commas.")
 @options.url_option
 @output.json_option
+@click.pass_context
 def command(
+    ctx: click.Context,
     model: str,
     layer: str | None,
     q_dtype: str | None,
@@ -92,6 +102,8 @@ def command(
     strategy: str,
     revalidate: bool,
     top: int,
+    address: str | None,
+    devices: str | None,
     url: str | None,
     as_json: bool,
 ) -> None:
@@ -99,6 +111,9 @@ def command(
 
     Every trial is kept in the database, and a run that was stopped goes on where it stopped. For a GPU that is not in
     this machine, variants are ranked by the cost model and compiled; the result is marked as predicted.
+
+    With --ray, devices are found by what the nodes of a cluster report, and --target is of no use: --devices chooses.
+    A node that is lost costs what it was measuring, which another measures anew. The budget holds for each device.
 
     With --revalidate, block sizes, orders and strategy are the stored ones: see `pagegen db verify` for what is stale.
     """
@@ -108,12 +123,21 @@ def command(
         raise click.BadParameter(
             "the interpreter's times mean nothing: name cpu, or a GPU such as sm_90", param_hint="--target"
         )
+    wanted = _cluster_options(ctx, address, devices, revalidate)
+    from pagegen_autotune.fleet import FleetReport, tune_fleet
+    from pagegen_autotune.measured import TuneError
     from pagegen_autotune.revalidate import revalidate as measure_again
-    from pagegen_autotune.tuner import TuneError, tune
+    from pagegen_autotune.tuner import tune
 
     with output.plain_failures():
         try:
-            if revalidate:
+            report: Report | FleetReport
+            if address is not None:
+                report = tune_fleet(
+                    spec, profile, address=address, devices=wanted, block_sizes=block_sizes, db=url, budget_s=budget,
+                    orders=orders, strategy=strategy, objective=objective, budget_trials=trials,
+                )  # fmt: skip
+            elif revalidate:
                 report = measure_again(spec, profile, target=target, db=url, budget_s=budget, k=top)
             else:
                 report = tune(
@@ -125,3 +149,21 @@ def command(
     output.show({"model": model, **report.to_dict()}, as_json, lambda: str(report))
     if report.interrupted:
         raise output.Failure("stopped before the end; run the same command again, and it goes on where it stopped")
+
+
+def _cluster_options(
+    ctx: click.Context, address: str | None, devices: str | None, revalidate: bool
+) -> tuple[str, ...]:  # fmt: skip
+    """The names that --devices gives. Raises UsageError for options that do not go together."""
+    if address is None:
+        if devices is not None:
+            raise click.UsageError("--devices chooses among the devices of a cluster: it goes with --ray")
+        return ()
+    if revalidate:
+        raise click.UsageError("--revalidate measures on this machine alone: run it without --ray on each device")
+    if ctx.get_parameter_source("target") is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError("--target is for this machine: with --ray, --devices names those of the cluster")
+    names = tuple(name.strip() for name in (devices or "").split(","))
+    if devices is not None and not all(names):
+        raise click.BadParameter(f"must be names such as sm_90,H100, got {devices!r}", param_hint="--devices")
+    return tuple(name for name in names if name)

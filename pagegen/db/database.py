@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from pagegen import settings
-from pagegen.db import dates, mirror, plausible, soundness, sources, sqlite, transfer, upkeep
+from pagegen.db import dates, leases, mirror, plausible, soundness, sources, sqlite, transfer, upkeep
 from pagegen.db import shipped as shipped_records
 from pagegen.db.absent import Absent
 from pagegen.db.absorbing import TransferReport
@@ -184,6 +184,24 @@ class Database(Reader):
         from pagegen import selection
 
         return selection.choice_digest(spec, layout, target, db=self)
+
+    # --- leases -----------------------------------------------------------------------------------------------
+
+    def lease(self, names: Sequence[str], *, holder: str, seconds: float, what: str) -> set[str] | None:
+        """Leases all of `names` to a tuner, or none: see `pagegen.db.leases.take`."""
+        return leases.take(self.store, names, holder=holder, seconds=seconds, what=what)
+
+    def renew(self, *, holder: str, seconds: float) -> int:
+        """Prolongs a tuner's leases: see `pagegen.db.leases.renew`."""
+        return leases.renew(self.store, holder=holder, seconds=seconds)
+
+    def holds(self, names: Sequence[str], *, holder: str) -> bool:
+        """Whether a tuner's leases are still its own: see `pagegen.db.leases.holds`."""
+        return leases.holds(self.store, names, holder=holder)
+
+    def release(self, names: Sequence[str] | None = None, *, holder: str) -> int:
+        """Gives a tuner's leases back: see `pagegen.db.leases.release`."""
+        return leases.release(self.store, names, holder=holder)
 
     # --- sharing and upkeep ---------------------------------------------------------------------------------
 

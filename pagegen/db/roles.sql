@@ -8,8 +8,9 @@
 --     CREATE ROLE serving LOGIN PASSWORD '...' IN ROLE pagegen_reader;
 --     CREATE ROLE tuning LOGIN PASSWORD '...' IN ROLE pagegen_writer;
 --
--- A reader reads. A writer reads and adds: it changes and removes nothing, so that no tuner can undo what another
--- measured. Tables are made, upgraded and pruned by their owner alone.
+-- A reader reads. A writer reads and adds: of what was measured it changes and removes nothing, so that no tuner can undo
+-- what another did. Leases, which say who measures what just now, it takes and gives back. Tables are made, upgraded and
+-- pruned by their owner alone.
 
 DO $$
 BEGIN
@@ -37,4 +38,5 @@ GRANT SELECT ON ALL TABLES IN SCHEMA public TO pagegen_reader, pagegen_writer;
 GRANT INSERT ON
     compile_facts, devices, environments, extras, kernels, portfolios, predictions, profiles, trials, variants, workloads
     TO pagegen_writer;
+GRANT INSERT, UPDATE, DELETE ON leases TO pagegen_writer;
 GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO pagegen_writer;

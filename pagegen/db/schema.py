@@ -6,7 +6,8 @@ repeat what people and look-ups ask for. A trial's `key` is what a tuner asks fo
 `digest` covers everything it holds, so that recording and merging add each trial once.
 
 What a compiler said of a kernel (`compile_facts`) and what a model expects (`predictions`) have tables of their own: a
-prediction is no trial. `extras` keeps what a newer pagegen wrote into records beside what this one knows.
+prediction is no trial. `extras` keeps what a newer pagegen wrote into records beside what this one knows. `leases` are
+no records either: who measures what just now (`pagegen.db.leases`); they are neither exported nor merged.
 """
 
 from __future__ import annotations
@@ -192,6 +193,15 @@ portfolios = _table(
     Column("rule", Text, nullable=False),  # JSON of DispatchRule, its reason and evidence included
     _created_at(),
     *_text("kind"),  # of the rule's evidence: "measured" or "predicted"
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String(64), primary_key=True),  # digest of what is leased
+    Column("holder", String(64), nullable=False),
+    Column("expires_at", Float, nullable=False),  # seconds since 1970 by the database's clock
+    Column("what", Text, nullable=False),  # for people
 )
 
 

@@ -85,6 +85,43 @@ def build(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> Path:
     return library
 
 
+def path_of(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> Path | None:
+    """The library for `source` where it is there and whole, None where it is not. Raises CompileError where nothing
+    can be compiled."""
+    library = _own_folder(name) / f"{_key(source, find_compiler(), machine)}.so"
+    return library if _is_whole(library) else None
+
+
+def toolchain() -> str:
+    """What decides, beside a source, which library it becomes: equal on two machines where one can use what the other
+    compiled. Raises CompileError."""
+    return _key("", find_compiler(), NATIVE)
+
+
+def adopt(file_name: str, content: bytes) -> None:
+    """Keeps a library that another machine compiled, under the name that it had there. Raises ValueError for a name or
+    content that no library has, and CompileError where it cannot be written."""
+    if not re.fullmatch(r"[0-9a-f]{32}\.so", file_name):
+        raise ValueError(f"file_name must be that of a compiled library, got {file_name!r}")
+    if hashlib.sha256(content[:-32]).digest() != content[-32:]:
+        raise ValueError(f"content must be a whole library, got {len(content)} bytes that do not end in their hash")
+    library = _own_folder(file_name) / file_name
+    if _is_whole(library):
+        return
+    try:
+        work = Path(tempfile.mkdtemp(prefix=".build-", dir=library.parent))
+        try:
+            with (work / "kernel.so").open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            (work / "kernel.so").replace(library)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise _unwritable(file_name, error) from error
+
+
 def workers() -> int:
     """Compilers that are worth running at once: one for each CPU that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -47,9 +48,9 @@ class Server:
             programs = self._reachable(programs)
         self._programs = programs
         self._run(programs / "initdb", "-D", folder / "data", "-U", "pagegen", "-A", "trust", "-E", "UTF8", "--no-sync")
+        self._log = (folder / "log").open("wb")
         rules = folder / "data" / "pg_hba.conf"  # members of this role need a password, nobody else does
         rules.write_text(f"local all +needs_password scram-sha-256\n{rules.read_text()}")
-        self._log = (folder / "log").open("wb")
         self.start()
 
     def start(self) -> None:
@@ -110,10 +111,22 @@ class Server:
         self._process.send_signal(3)
         self._process.wait(timeout=30)
 
-    def stop(self) -> None:
-        """Ends the server; connections that are open are cut."""
+    @contextlib.contextmanager
+    def down(self) -> Iterator[None]:
+        """Meanwhile there is no server; connections that are open are cut."""
+        self._end()
+        try:
+            yield
+        finally:
+            self.start()
+
+    def _end(self) -> None:
         self._process.send_signal(2)  # fast shutdown
         self._process.wait(timeout=30)
+
+    def stop(self) -> None:
+        """Ends the server; connections that are open are cut."""
+        self._end()
         self._log.close()
 
 

@@ -1,4 +1,5 @@
-"""Devices told apart by half octaves of memory, and trials' keys that follow: whole GiB split one product in two.
+"""Devices told apart by half octaves of memory, and trials' keys that follow: whole GiB split one product in two. A
+table of leases: who measures what just now. They are no record, and go on the way down.
 
 Rows whose JSON cannot be read keep what they have: `pagegen db verify` names them, before as after.
 """
@@ -26,12 +27,20 @@ _BATCH = 10_000
 
 def upgrade() -> None:
     """Version 2 to 3."""
+    op.create_table(
+        "leases",
+        sa.Column("name", sa.String(64), primary_key=True),
+        sa.Column("holder", sa.String(64), nullable=False),
+        sa.Column("expires_at", sa.Float, nullable=False),
+        sa.Column("what", sa.Text, nullable=False),
+    )
     _identify(by_class=True)
     _rekey(3)
 
 
 def downgrade() -> None:
     """Version 3 to 2."""
+    op.drop_table("leases")
     _identify(by_class=False)
     _rekey(2)
 

@@ -56,7 +56,7 @@ def paged_attention(
 
     `max_query_len` and `max_seq_len` are upper bounds for the host; without them it assumes the widest. Query i
     of sequence s stands at position seq_lens[s] - q_len[s] + i. `window` counts keys, the query's own included;
-    `logit_softcap` c makes a score c*tanh(score/c); `alibi_slopes` [Hq] adds slope*(k_pos - q_pos); `sinks` [Hq]
+    `logit_softcap` c makes a score `c*tanh(score/c)`; `alibi_slopes` [Hq] adds `slope*(k_pos - q_pos)`; `sinks` [Hq]
     is one extra logit a head in the denominator. `k_scale`, `v_scale` (a float, [Hkv] or [num_blocks,
     block_size, Hkv]), `k_zero`, `v_zero` and `kv_dtype` describe a quantised cache. `tree_mask` bool [total_q,
     max_query_len] says which of this step's own tokens a query sees. `score_mod` and `mask_mod` are modifiers or their

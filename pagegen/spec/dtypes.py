@@ -8,7 +8,6 @@ import torch
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's own stubs leave it out
 
-# The field's plain names; text (files, keys, the command line) uses these, Python uses torch.dtype.
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -18,6 +17,7 @@ DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "int4": INT4,
 }
+"""The dtypes by their plain names. Text (files, keys, the command line) uses the names, Python torch.dtype."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 

@@ -18,14 +18,15 @@ LOG = logging.getLogger("mkdocs.pagegen")
 
 # The pages of the API: title, modules whose public names they hold, and what a reader is told first.
 API = {
-    "spec": ("Values", ["pagegen.spec"], "Every value is frozen, checked when made, and hashable. A name that ends in a "
-             "unit (`_us`, `_bytes`, `_gib`) is in that unit."),
-    "ops": ("Operators", ["pagegen.ops", "pagegen.reference"], "Each function is also an operator under "
-            "`torch.ops.pagegen`, which `torch.compile` keeps whole. `reference_attention` is their meaning, in float64."),
+    "spec": ("Values", ["pagegen.spec"], "Every value is frozen, checked when made, and hashable. A name that ends in "
+             "a unit (`_us`, `_bytes`, `_gib`) is in that unit."),
+    "ops": ("Operators", ["pagegen.ops", "pagegen.reference"], "`paged_attention`, `write_kv`, `rope_write_kv`, "
+            "`update_scales`, `copy_blocks` and `merge_states` are also operators under `torch.ops.pagegen`, which "
+            "`torch.compile` keeps whole. `reference_attention` is what attention means, in float64."),
     "cache": ("Caches", ["pagegen.cache"], "Which block holds what, for whom. `PagedKVCache` has the tensors, "
               "`BlockAllocator` the books alone."),
-    "db": ("Database", ["pagegen.db", "pagegen.selection"], "`pagegen.open_db` gives a `Database`; its answers and their "
-           "grades are described in [answers of the database](../database.md)."),
+    "db": ("Database", ["pagegen.db", "pagegen.selection"], "`pagegen.open_db` gives a `Database`; its answers and "
+           "their grades are described in [answers of the database](../database.md)."),
     "modifiers": ("Modifiers", ["pagegen.modifiers"], "Score and mask functions, and those that ship. "
                   "[Score and mask functions](../modifiers.md) is the introduction."),
     "pagegen_autotune": ("Tuner", ["pagegen_autotune"], "Traces, profiles, search and measurement."),
@@ -34,15 +35,20 @@ API = {
                      "pagegen.integrations.flash_attn_compat", "pagegen.integrations.sharding",
                      "pagegen.integrations.block_spread", "pagegen.integrations.context_share",
                      "pagegen.integrations.context_parallel"], "Other projects' models, and several devices. "
-                     "The backends of [vLLM and SGLang](../engines.md) are chosen by name and have no functions to call."),
+                     "The backends of [vLLM and SGLang](../engines.md) are chosen by name: there is nothing to call."),
 }  # fmt: skip
 # Files from elsewhere in the repository that pages show.
 SHOWN = {"figures/cpu.svg": "bench/results/cpu.svg"}
 
 
 def names_of(module: str) -> list[str]:
-    """The public names of a module: its `__all__`, or what it defines without an underscore."""
+    """The public names of a module: its `__all__`, what `pagegen` takes from it, or what it defines without an
+    underscore."""
+    import pagegen
+
     loaded = importlib.import_module(module)
+    if not hasattr(loaded, "__all__") and module in pagegen._HOMES:
+        return list(pagegen._HOMES[module])
     own = [n for n, v in vars(loaded).items() if not n.startswith("_") and getattr(v, "__module__", None) == module]
     return list(getattr(loaded, "__all__", [name for name in own if callable(getattr(loaded, name))]))
 
@@ -70,8 +76,8 @@ def api_index() -> str:
     """Every public name with the first sentence of its docstring."""
     lines = [
         "# Reference", "",
-        "Everything public, from the docstrings. Names of one dot are what most programs need; `pagegen.spec.Target` is "
-        "the same as `pagegen.Target`. The [command line](../cli.md) has a page of its own.",
+        "Everything public, from the docstrings. Names of one dot are what most programs need; `pagegen.spec.Target` "
+        "is the same as `pagegen.Target`. The [command line](../cli.md) has a page of its own.",
     ]  # fmt: skip
     for page, (title, modules, _) in API.items():
         lines += ["", f"## {title}", "", "| name | |", "| --- | --- |"]
@@ -97,8 +103,8 @@ def cli_page() -> str:
     from pagegen.cli.main import main
 
     text = ["# Command line", "", "Written from the commands themselves. Every command has `--json`, which prints one "
-            "document on standard output (progress goes to standard error), and exits with 0 on success, 2 on bad usage "
-            "and 1 on a failure, which it tells in one line."]  # fmt: skip
+            "document on standard output (progress goes to standard error), and exits with 0 on success, 2 on bad "
+            "usage and 1 on a failure, which it tells in one line."]  # fmt: skip
     text += command_text(main, click.Context(main, info_name="pagegen"))
     return "\n".join(text) + "\n"
 
@@ -129,8 +135,8 @@ def schema_page() -> str:
     from pagegen.db import schema
 
     text = ["# Database schema", "", f"Schema version {schema.SCHEMA_VERSION}, written from the tables in "
-            "`pagegen/db/schema.py`. SQLite and PostgreSQL have the same tables. [Ask the database](asking.md) shows how "
-            "to read them.", "", (schema.__doc__ or "").split("\n\n", 1)[1].strip()]  # fmt: skip
+            "`pagegen/db/schema.py`. SQLite and PostgreSQL have the same tables. [Ask the database](asking.md) shows "
+            "how to read them.", "", (schema.__doc__ or "").split("\n\n", 1)[1].strip()]  # fmt: skip
     said = schema_comments()
     text += ["", "```text", *[f"{t.name} -> {', '.join(p)}" for t in schema.metadata.sorted_tables if (p := refers(t))]]
     text.append("```")
@@ -197,8 +203,8 @@ def problems(site: Path) -> list[str]:
     """What is wrong with a built site: something that a browser would fetch from elsewhere, a public name without its
     place in the reference, a docstring whose asterisks were taken for emphasis."""
     found = []
-    for page in sorted(site.rglob("*.html")):
-        html, where = page.read_text(encoding="utf-8"), page.relative_to(site)
+    for path in sorted(site.rglob("*.html")):
+        html, where = path.read_text(encoding="utf-8"), path.relative_to(site)
         fetched = re.findall(r"<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'> ]+)", html)
         found += [f"{where} loads {address}" for address in fetched]
         if where.parent.name == "reference" and (broken := re.findall(r"<(?:em|strong)>.{,60}", html)):

@@ -51,6 +51,8 @@ def serve(place: str) -> None:
 def answer(connection: socket.socket) -> None:
     """Runs one request in a process of its own and tells how it ended. Never returns."""
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    if not message:  # somebody looked whether anybody is here
+        os._exit(0)
     request = json.loads(message)
     child = os.fork()
     if child == 0:
@@ -59,7 +61,8 @@ def answer(connection: socket.socket) -> None:
         os.closerange(3, 256)
         os._exit(status_of(request))
     _, status, usage = os.wait4(child, 0)
-    print(f"{usage.ru_utime + usage.ru_stime:5.1f} s of CPU:", request["kind"], *request["argv"], file=sys.stderr, flush=True)
+    seconds = usage.ru_utime + usage.ru_stime
+    print(f"{seconds:5.1f} s of CPU:", request["kind"], *request["argv"], file=sys.stderr, flush=True)
     connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
 

@@ -75,8 +75,10 @@ def run_page(page: str, folder: Path, server: str, database: Path) -> list[tuple
     private.mkdir()
     (private / "steps").write_text(json.dumps(steps), encoding="utf-8")
     environment = {**os.environ, "PAGEGEN_DB": str(database), "PAGES_BUDGET": BUDGET, "OMP_WAIT_POLICY": "passive"}
-    environment["PATH"] = os.pathsep.join([str(tools(private, server, folder if checkout else None)), os.environ["PATH"]])
-    client = [sys.executable, str(HERE / "page_client.py"), server, "page", str(private / "steps"), str(private / "done")]
+    found = tools(private, server, folder if checkout else None)
+    environment["PATH"] = os.pathsep.join([str(found), os.environ["PATH"]])
+    arguments = map(str, (HERE / "page_client.py", server, "page", private / "steps", private / "done"))
+    client = [sys.executable, *arguments]
     done = subprocess.run(client, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads((private / "done").read_text(encoding="utf-8"))

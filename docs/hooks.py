@@ -93,7 +93,7 @@ def first_sentence(value: Any) -> str:
     """Of a class's or function's docstring, in one line; "" for a plain constant, whose type's would mislead."""
     text = (value.__doc__ or "") if isinstance(value, type) or hasattr(value, "__code__") else ""
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
-    return re.split(r"(?<=[.:;])\s", paragraph)[0].rstrip(":;.").replace("|", "\\|")
+    return escaped(re.split(r"(?<=[.])\s", paragraph)[0].rstrip("."))
 
 
 def cli_page() -> str:
@@ -126,8 +126,8 @@ def command_text(command: click.Command, context: click.Context) -> list[str]:
 
 
 def escaped(text: str) -> str:
-    """Plain text as a cell of a table."""
-    return re.sub(r"([|*_<\[])", r"\\\1", " ".join(text.split()))
+    """Plain text, which may have code between backticks, as a cell of a table."""
+    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*")
 
 
 def schema_page() -> str:
@@ -166,7 +166,7 @@ def schema_comments() -> dict[tuple[str, str], str]:
     table = above = ""
     for line in (ROOT / "pagegen" / "db" / "schema.py").read_text(encoding="utf-8").splitlines():
         opened = re.search(r'(?:_table|Table)\(\s*(?:"(\w+)")?', line)
-        if opened and line[0] not in " d":
+        if opened and not line.startswith((" ", "def ")):
             table = opened[1] or line.split(" ")[0]
         column = re.search(r'Column\("(\w+)"', line)
         behind = re.search(r"#\s+(.+)$", line)

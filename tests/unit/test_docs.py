@@ -104,6 +104,7 @@ def test_the_page_of_the_schema_names_every_table_and_column_and_says_what_its_c
         section = pages["schema.md"].split(f"## {table.name}\n")[1].split("\n## ")[0]
         assert not [column.name for column in table.columns if f"| `{column.name}` |" not in section]
     assert "JSON list, every run in order" in pages["schema.md"]
+    assert "digest of what makes it the same device" in pages["schema.md"].split("## devices\n")[1].split("\n## ")[0]
 
 
 def strings() -> str:

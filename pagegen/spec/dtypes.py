@@ -28,7 +28,8 @@ INTEGER_RANGES = {torch.int8: (-128, 127), INT4: (-8, 7)}
 
 
 def parse_dtype(value: str | torch.dtype, argument: str = "dtype") -> torch.dtype:
-    """The torch.dtype for a name such as "bfloat16" (or "bf16"); a torch.dtype is checked and returned."""
+    """The torch.dtype for a name such as "bfloat16" (or "bf16"); a torch.dtype is checked and returned. Raises
+    ValueError, naming `argument`, for one that pagegen does not know."""
     if isinstance(value, torch.dtype):
         if value in _NAMES:
             return value
@@ -41,7 +42,7 @@ def parse_dtype(value: str | torch.dtype, argument: str = "dtype") -> torch.dtyp
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The plain name of a dtype that pagegen knows ("bfloat16")."""
+    """The plain name of a dtype ("bfloat16"). Raises ValueError for one that pagegen does not know."""
     return _NAMES[parse_dtype(dtype)]
 
 

@@ -71,6 +71,25 @@ def test_every_public_name_has_a_docstring_and_so_have_the_methods_of_a_class(mo
     assert not missing
 
 
+# Functions that refuse nothing of their own.
+NEVER_RAISE = {
+    "pagegen.modifiers.captured_tensors", "pagegen.modifiers.causal", "pagegen.modifiers.mask_range",
+    "pagegen.selection.workload_distance",
+    "pagegen.spec.bytes_per_element", "pagegen.integrations.context_parallel.local_specs",
+    "pagegen_autotune.shipped_profiles",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_function_says_what_it_raises(module):
+    silent = set()
+    for name in HOOKS.names_of(module):
+        value = getattr(importlib.import_module(module), name)
+        if inspect.isfunction(value) and not re.search(r"\braises?\b", value.__doc__ or "", re.IGNORECASE):
+            silent.add(f"{module}.{name}")
+    assert silent == {name for name in NEVER_RAISE if name.rpartition(".")[0] == module}
+
+
 @pytest.mark.parametrize("name", sorted(CONSTANTS))
 def test_a_public_constant_has_a_docstring_behind_it(name):
     module, _, constant = name.rpartition(".")

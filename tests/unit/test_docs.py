@@ -64,10 +64,14 @@ def test_every_public_name_has_a_docstring_and_so_have_the_methods_of_a_class(mo
         # a dataclass without one gets its signature as a docstring
         if not inspect.getdoc(value) or (value.__doc__ or "").startswith(f"{name}("):
             missing.append(name)
+        texts = {name: inspect.getdoc(value) or ""}
         for attribute, member in vars(value).items() if isinstance(value, type) else ():
             function = getattr(member, "__func__", getattr(member, "fget", member))
-            if not attribute.startswith("_") and inspect.isfunction(function) and not inspect.getdoc(function):
-                missing.append(f"{name}.{attribute}")
+            if not attribute.startswith("_") and inspect.isfunction(function):
+                texts[f"{name}.{attribute}"] = inspect.getdoc(function) or ""
+        missing += [place for place, text in texts.items() if not text]
+        tags = [place for place, text in texts.items() if re.search(r"<\w+>", re.sub(r"`[^`]*`", "", text))]
+        assert not tags, "Markdown would take these for HTML: put backticks around them"
     assert not missing
 
 

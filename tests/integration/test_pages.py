@@ -114,6 +114,11 @@ def copy_checkout(folder: Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
+def prose_of(page: str) -> str:
+    """A page without its blocks."""
+    return re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
+
+
 def failures(results: list[tuple[Block, dict[str, Any]]]) -> list[str]:
     """What went wrong: an error, or another output than the block of text behind it shows."""
     found = []
@@ -172,8 +177,7 @@ def test_a_page_can_be_followed_in_an_empty_folder(page, first, server, tmp_path
 def test_a_page_has_blocks_of_known_languages_and_comments_that_belong_to_one(page):
     unknown = [block.place for block in blocks(page) if block.language not in LANGUAGES]
     assert not unknown, f"blocks must be of {', '.join(LANGUAGES)}: {unknown}"
-    prose = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
-    hidden = re.findall(r"^    (?:\$ )?(?:pagegen|python|pip|make|vllm) .*", prose, re.MULTILINE)
+    hidden = re.findall(r"^    (?:\$ )?(?:pagegen|python|pip|make|vllm) .*", prose_of(page), re.MULTILINE)
     assert not hidden, f"a command belongs into a block of sh: {hidden}"
 
 
@@ -208,7 +212,7 @@ def test_make_targets_and_files_that_a_page_names_exist(page):
     for target in set(re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", text, re.MULTILINE)):
         assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), f"make {target}"
     generated = ("cli.md", "schema.md", "reference/*", "figures/cpu.svg")  # written by docs/hooks.py
-    for path in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+    for path in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose_of(page)):
         known = page.startswith("docs/") and any(fnmatch.fnmatch(path, name) for name in generated)
         assert known or ((ROOT / page).parent / path).exists(), path
 

@@ -228,6 +228,16 @@ def test_a_block_is_read_with_what_its_page_says_about_it(tmp_path, monkeypatch)
         blocks("p.md")
 
 
+def test_a_block_that_fails_or_prints_something_else_is_reported(server, tmp_path, monkeypatch):
+    page = "```python\nprint(1)\n```\n```text\n2\n```\n```sh\npython -c 'raise SystemExit(3)'\n```\n"
+    (tmp_path / "p.md").write_text(page)
+    monkeypatch.setattr(page_blocks, "ROOT", tmp_path)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    printed, failed = failures(run_page("p.md", folder, server, tmp_path / "tuning.db"))
+    assert "p.md:5 shows\n2" in printed and "p.md:8\nexit status 3" in failed
+
+
 def test_an_output_is_compared_but_for_what_is_left_open():
     assert alike("a 12 us\nb\n", "a ... us\nb\n")
     assert not alike("a 12 us\nc\n", "a ... us\nb\n")

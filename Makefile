@@ -1,7 +1,7 @@
 # Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
 # PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
 
-.PHONY: demo test check format compatibility coverage sweep crashes bench-peers engines clean
+.PHONY: demo test check docs format compatibility coverage sweep crashes bench-peers engines clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -38,7 +38,15 @@ check: $(TOOLS)
 	$(PY) -m mypy
 	MYPYPATH=bench:autotune $(PY) -m mypy bench/cpu.py bench/cpu_bench bench/cpu_peers bench/cache.py bench/cache_bench \
 	  bench/serving.py bench/serving_bench bench/database.py bench/database_bench bench/cost_model.py bench/cost_model_bench \
-	  bench/tuning.py bench/tuning_bench bench/traces.py bench/host_cost.py bench/scale.py bench/fleet.py bench/fleet_bench
+	  bench/tuning.py bench/tuning_bench bench/traces.py bench/host_cost.py bench/scale.py bench/fleet.py bench/fleet_bench \
+	  docs/hooks.py
+	@$(MAKE) --no-print-directory docs
+
+# The site, into site/: warnings are errors, and nothing is fetched. 8 s of CPU time. (With --quiet mkdocs does not count
+# the warnings that it does not print, and would build anything.)
+docs: $(TOOLS)
+	@case "$(VERSION)" in 3.10) echo "The site is not built: mkdocs-material needs Python 3.11, the version here is $(VERSION)";; \
+	  *) NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict;; esac
 
 format: $(TOOLS)
 	$(PY) -m ruff check --fix .
@@ -97,7 +105,7 @@ $(ENGINE_TOOLS): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNTIME): pyproject.toml $(CONSTRAINTS)
@@ -113,8 +121,8 @@ $(RUNTIME): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 $(TOOLS): $(RUNTIME)
-	@echo "Installing pytest, hypothesis, ruff and mypy into $(VENV)"
-	@$(INSTALL) $(TORCH) --editable '.[triton,transformers,demo,test,check]'
+	@echo "Installing pytest, hypothesis, ruff, mypy and mkdocs into $(VENV)"
+	@$(INSTALL) $(TORCH) --editable '.[triton,transformers,demo,test,check,docs]'
 	@touch $@
 
 # Without its own requirements, which bring a whole other runtime: the demo reads the weights alone.

@@ -52,7 +52,8 @@ def reference_attention(
     `max_seq_len`, `batch_invariant` and `variant` change no result and are ignored, but that a `tree_mask` must be as
     wide as `max_query_len` and as the longest query. Rows past
     query_start_loc[-1] belong to no sequence: output 0, lse -inf. `captures` are tensors for the modifiers to read
-    instead of those that they captured, the score function's first.
+    instead of those that they captured, the score function's first. Raises ValueError for such a `tree_mask` and for an
+    unknown modifier; else it trusts its arguments, which `paged_attention` checks.
     """
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]

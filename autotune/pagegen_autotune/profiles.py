@@ -59,7 +59,9 @@ def import_trace(
     """The profile of a trace file, named after it unless `name` is given; see `read_trace` and `distil`.
 
     With `prefix_reuse`, prompts share what the trace's `prefix_hash_ids` say, where it has any; how many tokens an id
-    stands for is `prefix_block_tokens`, or what the lengths of the prompts tell (`prefix_size`).
+    stands for is `prefix_block_tokens`, or what the lengths of the prompts tell (`prefix_size`). Raises TraceError (a
+    ValueError) naming the line of a malformed row unless `skip_bad`, OSError for a file that cannot be read, and
+    ValueError for other arguments.
     """
     trace = read_trace(path, skip_bad=skip_bad, keep_prefixes=prefix_reuse)
     return distil(

@@ -71,7 +71,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`pagegen.paged_attention` of q [total_q, Hq, D], the same on every rank of `group`, over the blocks of all ranks:
     [total_q, Hq, Dv] on each, or with `scatter_heads` the rank's own [total_q, Hq / ranks, Dv]. `options` are those of
-    `attend`. States are rounded to q's dtype before they are merged. Every rank must call it, in the same order."""
+    `attend`. States are rounded to q's dtype before they are merged. Every rank must call it, in the same order.
+    Raises ValueError for a group that is not the share's, and what `attend` raises."""
     ranks, rank = _group(group)
     if (ranks, rank) != (share.spread.ranks, share.rank):
         raise ValueError(

@@ -74,7 +74,8 @@ def flash_attn_varlen_func(
     sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1]. With a `block_table` int32 [num_seqs, max_blocks], k and v
     are caches [num_blocks, block_size, Hkv, D], of which sequence i has cu_seqlens_k[i + 1] - cu_seqlens_k[i] tokens.
 
-    Returns [total_q, Hq, Dv], with `return_attn_probs` also the log-sum-exp float32 [Hq, total_q] and None.
+    Returns [total_q, Hq, Dv], with `return_attn_probs` also the log-sum-exp float32 [Hq, total_q] and None. Raises what
+    `flash_attn_func` raises.
     """
     out, lse = _varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, _host(max_seqlen_q), _host(max_seqlen_k), block_table,
@@ -114,7 +115,8 @@ def flash_attn_with_kvcache(
     rotary_dim / 2], k and q are rotated at their positions first, which needs `causal` or one query. How keys are split
     is the tuned variant's choice, so `num_splits` is not used.
 
-    Returns [B, Sq, Hq, Dv], with `return_softmax_lse` also the log-sum-exp float32 [B, Hq, Sq].
+    Returns [B, Sq, Hq, Dv], with `return_softmax_lse` also the log-sum-exp float32 [B, Hq, Sq]. Raises ValueError for
+    arguments that contradict each other and for `cache_leftpad`, besides what `paged_attention` raises.
     """
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad must be None: a paged sequence begins at its first slot")

@@ -79,9 +79,10 @@ def print_cpp(expression: Traced | Any, kind: str | None = None) -> str:
     """One C++20 expression over `float score; int32_t batch, head, q_pos, k_pos`, for a `Traced` or for an expression
     of a modifier of `kind` (say, a bound from `mask_range`).
 
-    It needs <algorithm>, <cmath>, <cstdint>, <cstdlib> and <limits>, and calls what the kernel defines: floor_div(a, b)
-    and floor_mod(a, b) for integers of 32 and 64 bits, also mixed (Python's // and %, where an operand may be negative
-    or the divisor 0: that result is unspecified, but must not trap), and captured.{kind}_NAME(indices...), which
-    returns int64_t, float or bool.
+    It needs the headers `algorithm`, `cmath`, `cstdint`, `cstdlib` and `limits`, and calls what the kernel defines:
+    floor_div(a, b) and floor_mod(a, b) for integers of 32 and 64 bits, also mixed (Python's // and %, where an operand
+    may be negative or the divisor 0: that result is unspecified, but must not trap), and
+    captured.{kind}_NAME(indices...), which returns int64_t, float or bool. Raises ValueError for an expression without
+    its `kind`.
     """
     return CppPrinter.source(expression, kind)

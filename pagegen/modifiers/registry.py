@@ -149,5 +149,5 @@ def score_mod(function: Callable[..., Any]) -> Modifier:
 def mask_mod(function: Callable[..., Any]) -> Modifier:
     """Registers `function(batch, head, q_pos, k_pos) -> bool`: whether the query may attend the key, on top of
     `causal` and `window`. Else as `score_mod`. Keys that the mask provably leaves out (see
-    `pagegen.modifiers.mask_range`) are not read."""
+    `pagegen.modifiers.mask_range`) are not read. Raises what `score_mod` raises."""
     return register("mask", function)

@@ -50,7 +50,7 @@ def chunked(size: int) -> Modifier:
 
 def prefix_lm(prefix_lengths: Tensor) -> Modifier:
     """Sequence s sees its first prefix_lengths[s] keys from everywhere, and the others causally. To be used with
-    `causal=False`. `prefix_lengths` is int32 or int64 [num_seqs]."""
+    `causal=False`. `prefix_lengths` is int32 or int64 [num_seqs]. Raises TypeError or ValueError for another."""
     _integers("prefix_lengths", prefix_lengths, 1)
 
     def mask(batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
@@ -62,7 +62,7 @@ def prefix_lm(prefix_lengths: Tensor) -> Modifier:
 def documents(starts: Tensor, ends: Tensor | None = None) -> Modifier:
     """Packed documents: a query at position p of sequence s sees keys from starts[s, p] on, where its document begins,
     up to itself, or with `ends` (and `causal=False`) to all before ends[s, p]. Both are int32 or int64 [num_seqs,
-    positions]; a position past the last column counts as the last."""
+    positions]; a position past the last column counts as the last. Raises TypeError or ValueError for others."""
     _integers("starts", starts, 2)
     if ends is None:
 
@@ -93,7 +93,7 @@ def soft_cap(cap: float) -> Modifier:
 
 def alibi(slopes: Tensor) -> Modifier:
     """score + slopes[head] * (k_pos - q_pos): the option `alibi_slopes` as a score function. `slopes` is float32
-    [num_q_heads]."""
+    [num_q_heads]. Raises TypeError or ValueError for another."""
     check.instance("slopes", slopes, Tensor)
     if slopes.dtype != torch.float32 or slopes.dim() != 1:
         raise ValueError(f"slopes must be float32 [num_q_heads], got {_name(slopes)} {list(slopes.shape)}")

@@ -70,6 +70,7 @@ def print_triton(expression: Traced | Any, kind: str | None = None) -> str:
     It calls what the template defines: tanh(x), floor_div(a, b), floor_mod(a, b) (Python's // and %, where an operand
     may be negative) and captured_N(pointer, indices..., sizes...) for a captured tensor of N dimensions, with the
     arguments {kind}_NAME_ptr and {kind}_NAME_size_0 ... in scope. A condition may be the literal True or False, and
-    what depends on fewer than all positions has fewer dimensions: broadcast it.
+    what depends on fewer than all positions has fewer dimensions: broadcast it. Raises ValueError for an expression
+    without its `kind`.
     """
     return TritonPrinter.source(expression, kind)

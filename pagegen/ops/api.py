@@ -56,7 +56,7 @@ def paged_attention(
 
     `max_query_len` and `max_seq_len` are upper bounds for the host; without them it assumes the widest. Query i
     of sequence s stands at position seq_lens[s] - q_len[s] + i. `window` counts keys, the query's own included;
-    `logit_softcap` c makes a score c*tanh(score/c); `alibi_slopes` [Hq] adds slope*(k_pos - q_pos); `sinks` [Hq]
+    `logit_softcap` c makes a score `c*tanh(score/c)`; `alibi_slopes` [Hq] adds `slope*(k_pos - q_pos)`; `sinks` [Hq]
     is one extra logit a head in the denominator. `k_scale`, `v_scale` (a float, [Hkv] or [num_blocks,
     block_size, Hkv]), `k_zero`, `v_zero` and `kv_dtype` describe a quantised cache. `tree_mask` bool [total_q,
     max_query_len] says which of this step's own tokens a query sees. `score_mod` and `mask_mod` are modifiers or their
@@ -208,7 +208,8 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor | Sequenc
     PAGEGEN_CHECK=1). The copy of copy-on-write; `v_cache=None` copies K alone.
 
     Scales and zero points [num_blocks, block_size, Hkv] of a token and head move along by a call of their own, as
-    caches of one head: `copy_blocks(k_scale[:, :, None], v_scale[:, :, None], pairs)`."""
+    caches of one head: `copy_blocks(k_scale[:, :, None], v_scale[:, :, None], pairs)`. Raises TypeError or ValueError
+    naming the argument."""
     if not isinstance(pairs, Tensor):
         listed = cache_checks.block_pairs(pairs, k_cache.shape[0])
         pairs = torch.tensor(listed, dtype=torch.int64, device=k_cache.device).reshape(-1, 2)
@@ -219,7 +220,8 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
     """Merges partial attention states of the same queries over disjoint keys: outs [num_states, total_q, Hq, Dv]
     and natural-log lses float32 [num_states, total_q, Hq] (or sequences of such states). Associative to
     rounding; an empty state (0, -inf) changes nothing, and merging only empty ones gives an empty one. An infinite lse
-    outweighs all finite ones; several infinite ones give their outputs' mean."""
+    outweighs all finite ones; several infinite ones give their outputs' mean. Raises TypeError or ValueError naming the
+    argument."""
     operator, listed = torch.ops.pagegen.merge_states, not isinstance(outs, Tensor) and not isinstance(lses, Tensor)
     given = [_states("outs", outs, stack=not listed), _states("lses", lses, stack=not listed)]
     merged, lse = _call(operator.list if listed else operator.default, *given)

@@ -69,7 +69,8 @@ def cascade_attention(
     the longest sequence; the log says so once. `variant` serves the own pass, `prefix_variant` the prefix pass.
 
     Nothing here waits for the device. Before capturing a CUDA graph, prepare both `spec` and
-    `pagegen.spec.shared_prefix.prefix_spec(spec)`; a captured graph serves the one cascade it was captured with.
+    `pagegen.spec.shared_prefix.prefix_spec(spec)`; a captured graph serves the one cascade it was captured with. Raises
+    what `paged_attention` raises.
     """
     shared: dict[str, Any] = {
         "scale": scale, "logit_softcap": logit_softcap, "alibi_slopes": alibi_slopes, "k_scale": k_scale,

@@ -29,6 +29,7 @@ HIGH, MEDIUM, LOW, NONE = "high", "medium", "low", "none"
 # Assumption: what decides between variants (programs a multiprocessor, keys a program) moves with these factors, and
 # profiles hold batches that are a factor of 2 to 4 apart.
 RADIUS = 3.0
+"""How far away, in doublings, a batch may be that a tuned choice still holds for."""
 # Distance of two batches that are alike in every figure compared, yet not the same.
 UNLIKE_IN_DETAIL = 0.01
 # Where a batch's context lengths are compared: how short, how long, and in between.

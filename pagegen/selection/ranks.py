@@ -127,7 +127,7 @@ def check_job(
 ) -> ChoiceDigest:
     """`check_ranks` over the ranks of torch.distributed's process group (None: all of them), by one gather of some
     hundred bytes a rank; returns this rank's digest. Every rank of the group must call it. Where torch.distributed is
-    not initialised there is one rank, which agrees with itself."""
+    not initialised there is one rank, which agrees with itself. Raises RanksDisagree."""
     import torch.distributed as dist
 
     own = choice_digest(spec, layout, target, db)

@@ -14,27 +14,38 @@ class ServableCache(Protocol):
     """The calls that the scheduler makes. `BlockAllocator`, `PagedKVCache`, their grouped kinds and `CountingCache`
     have them; what each call means is said there."""
 
-    def add(self, seq_id: Hashable, tokens: Any, *, context: bytes = b"") -> int: ...
+    def add(self, seq_id: Hashable, tokens: Any, *, context: bytes = b"") -> int:
+        """Admits a sequence; returns how many of its leading tokens are cached. Raises OutOfBlocks."""
 
-    def can_admit(self, num_tokens: int, *, tokens: Any = None, context: bytes = b"", lookahead: int = 0) -> bool: ...
+    def can_admit(self, num_tokens: int, *, tokens: Any = None, context: bytes = b"", lookahead: int = 0) -> bool:
+        """Whether `add` of so many tokens would succeed now, with room for `lookahead` tokens more."""
 
-    def append(self, seq_id: Hashable, tokens: Any) -> object: ...
+    def append(self, seq_id: Hashable, tokens: Any) -> object:
+        """Makes room for tokens at the end. Raises OutOfBlocks, changing nothing."""
 
-    def append_each(self, seq_ids: Sequence[Hashable], tokens: Sequence[int]) -> object: ...
+    def append_each(self, seq_ids: Sequence[Hashable], tokens: Sequence[int]) -> object:
+        """Makes room for one token more in each sequence: all or, on OutOfBlocks, none."""
 
-    def abandon(self, seq_ids: Sequence[Hashable]) -> object: ...
+    def abandon(self, seq_ids: Sequence[Hashable]) -> object:
+        """Says that the last step of these sequences failed before it wrote: it is to be computed again."""
 
-    def computed(self, seq_id: Hashable) -> int: ...
+    def computed(self, seq_id: Hashable) -> int:
+        """Leading tokens that are computed."""
 
-    def length(self, seq_id: Hashable) -> int: ...
+    def length(self, seq_id: Hashable) -> int:
+        """Tokens of a sequence, computed or not."""
 
-    def truncate(self, seq_id: Hashable, length: int) -> object: ...
+    def truncate(self, seq_id: Hashable, length: int) -> object:
+        """Takes back all tokens from `length` on."""
 
-    def free(self, seq_id: Hashable) -> object: ...
+    def free(self, seq_id: Hashable) -> object:
+        """Ends a sequence."""
 
-    def swap_out(self, seq_id: Hashable) -> Any: ...
+    def swap_out(self, seq_id: Hashable) -> Any:
+        """Moves a sequence to host memory. Raises OutOfBlocks where there is no room, changing nothing."""
 
-    def swap_in(self, seq_id: Hashable) -> Any: ...
+    def swap_in(self, seq_id: Hashable) -> Any:
+        """Brings a sequence back. Raises OutOfBlocks where there is no room, changing nothing."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class CountingCache:
         self.sequences: dict[Hashable, _Held] = {}
 
     def add(self, seq_id: Hashable, tokens: Iterable[int], *, context: bytes = b"") -> int:
+        """Admits a sequence; 0, since nothing is shared. Raises OutOfBlocks, or ValueError for an id that is in use."""
         if seq_id in self.sequences:
             raise ValueError(f"seq_id must be new, got {seq_id!r}, which is in the cache")
         length = _count(tokens)
@@ -49,6 +50,7 @@ class CountingCache:
     def can_admit(
         self, num_tokens: int, *, tokens: Iterable[int] | None = None, context: bytes = b"", lookahead: int = 0
     ) -> bool:
+        """Whether `add` of so many tokens would succeed now, with room for `lookahead` tokens more."""
         wanted = integer("num_tokens", num_tokens, 0) + integer("lookahead", lookahead, 0)
         if tokens is not None and (count := _count(tokens)) != num_tokens:
             raise ValueError(f"tokens must be num_tokens = {num_tokens} tokens, got {count}")
@@ -56,9 +58,11 @@ class CountingCache:
         return self._blocks_for(wanted) <= self._free_to_newcomers()
 
     def append(self, seq_id: Hashable, tokens: Iterable[int]) -> None:
+        """Makes room for tokens at the end. Raises OutOfBlocks, changing nothing."""
         self._grow([self._on_device(seq_id)], _count(tokens))
 
     def append_each(self, seq_ids: Iterable[Hashable], tokens: Iterable[int]) -> None:
+        """Makes room for one token more in each sequence: all or, on OutOfBlocks, none."""
         ids = listed("seq_ids", seq_ids)
         grown = [self._on_device(seq_id) for seq_id in ids]
         if len(set(ids)) != len(ids):
@@ -69,9 +73,11 @@ class CountingCache:
         self._grow(grown, 1)
 
     def length(self, seq_id: Hashable) -> int:
+        """Tokens of a sequence, computed or not."""
         return self._held(seq_id).length
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
+        """Takes back all tokens from `length` on."""
         held = self._on_device(seq_id)
         held.length = integer("length", length, 0, held.length)
         held.computed, held.announced = min(held.computed, held.length), min(held.announced, held.length)
@@ -80,18 +86,22 @@ class CountingCache:
         held.blocks = blocks
 
     def mark_computed(self, seq_id: Hashable, length: int) -> None:
+        """Says that the tokens before `length` are about to be computed."""
         held = self._on_device(seq_id)
         end = integer("length", length, 0, held.length)
         held.announced, held.computed = held.computed, max(held.computed, end)
 
     def computed(self, seq_id: Hashable) -> int:
+        """Leading tokens that are computed."""
         return self._held(seq_id).computed
 
     def abandon(self, seq_ids: Iterable[Hashable]) -> None:
+        """Says that the last step of these sequences failed before it wrote: it is to be computed again."""
         for held in [self._on_device(seq_id) for seq_id in seq_ids]:
             held.computed = held.announced
 
     def free(self, seq_id: Hashable) -> None:
+        """Ends a sequence, swapped out or not."""
         held = self._held(seq_id)
         del self.sequences[seq_id]
         if held.swapped:
@@ -100,6 +110,7 @@ class CountingCache:
             self.free_blocks += held.blocks
 
     def swap_out(self, seq_id: Hashable) -> None:
+        """Moves a sequence to host blocks. Raises OutOfBlocks where there is no room, changing nothing."""
         held = self._on_device(seq_id)
         if held.blocks > self.free_host_blocks:
             raise OutOfBlocks(held.blocks, self.free_host_blocks, "host")
@@ -108,6 +119,7 @@ class CountingCache:
         held.swapped = True
 
     def swap_in(self, seq_id: Hashable) -> None:
+        """Brings a sequence back. Raises OutOfBlocks where there is no room, changing nothing."""
         held = self._held(seq_id)
         if not held.swapped:
             raise ValueError(f"seq_id must name a sequence that is swapped out, got {seq_id!r}, which is not")

@@ -161,6 +161,7 @@ class ServerFigures:
 
     @property
     def span_s(self) -> float:
+        """Length of the span in seconds."""
         return self.end_s - self.start_s
 
     @property

@@ -15,9 +15,11 @@ from pagegen.serving.step import Step
 class Clock(Protocol):
     """Seconds since a moment of its own. A simulated one is set forward by whoever computes the steps."""
 
-    def now_s(self) -> float: ...
+    def now_s(self) -> float:
+        """Seconds since this clock's beginning."""
 
-    def wait_until(self, time_s: float) -> None: ...
+    def wait_until(self, time_s: float) -> None:
+        """Returns when `now_s` has reached `time_s`."""
 
 
 class WallClock:
@@ -27,9 +29,11 @@ class WallClock:
         self._start_s = time.perf_counter()
 
     def now_s(self) -> float:
+        """Seconds since it was made."""
         return time.perf_counter() - self._start_s
 
     def wait_until(self, time_s: float) -> None:
+        """Returns when `now_s` has reached `time_s`."""
         time.sleep(max(0.0, time_s - self.now_s()))
 
 

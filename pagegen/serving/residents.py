@@ -14,6 +14,7 @@ from pagegen.serving.request import NeverFits, Request
 from pagegen.serving.waiting import PROMPT_TOKEN_COST, WaitingLine
 
 Preempt = Literal["recompute", "swap"]
+"""How a request gives way: its blocks are dropped and computed again, or moved to host memory."""
 Rows = list[tuple[Job, int]]  # of a step: a sequence, and how many of its tokens are computed
 
 # How often a request gives way to better priorities before it takes theirs.

@@ -8,7 +8,6 @@ import torch
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's own stubs leave it out
 
-# The field's plain names; text (files, keys, the command line) uses these, Python uses torch.dtype.
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -18,6 +17,7 @@ DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "int4": INT4,
 }
+"""The dtypes by their plain names. Text (files, keys, the command line) uses the names, Python torch.dtype."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 
@@ -28,7 +28,8 @@ INTEGER_RANGES = {torch.int8: (-128, 127), INT4: (-8, 7)}
 
 
 def parse_dtype(value: str | torch.dtype, argument: str = "dtype") -> torch.dtype:
-    """The torch.dtype for a name such as "bfloat16" (or "bf16"); a torch.dtype is checked and returned."""
+    """The torch.dtype for a name such as "bfloat16" (or "bf16"); a torch.dtype is checked and returned. Raises
+    ValueError, naming `argument`, for one that pagegen does not know."""
     if isinstance(value, torch.dtype):
         if value in _NAMES:
             return value
@@ -41,7 +42,7 @@ def parse_dtype(value: str | torch.dtype, argument: str = "dtype") -> torch.dtyp
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The plain name of a dtype that pagegen knows ("bfloat16")."""
+    """The plain name of a dtype ("bfloat16"). Raises ValueError for one that pagegen does not know."""
     return _NAMES[parse_dtype(dtype)]
 
 

@@ -28,6 +28,7 @@ class Clause:
                 check.integer(name, getattr(self, name), at_least=0)
 
     def admits(self, num_seqs: int, query_len: int, context_len: int) -> bool:
+        """Whether a batch is within the bounds: sequences, queries of the longest, tokens of the longest context."""
         return (
             (self.max_num_seqs is None or num_seqs <= self.max_num_seqs)
             and (self.max_query_len is None or query_len <= self.max_query_len)
@@ -35,6 +36,7 @@ class Clause:
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready fields."""
         return {**asdict(self), "variant": self.variant.to_dict()}
 
     @classmethod

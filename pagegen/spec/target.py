@@ -38,6 +38,7 @@ class Target:
 
     @property
     def is_gpu(self) -> bool:
+        """Whether it is a GPU, here or not."""
         return self.kind in ("cuda", "hip")
 
     @property

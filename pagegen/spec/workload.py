@@ -39,22 +39,27 @@ class Workload:
 
     @property
     def num_seqs(self) -> int:
+        """Sequences in the batch."""
         return len(self.context_lens)
 
     @property
     def total_q(self) -> int:
+        """Queries of all sequences."""
         return sum(self.query_lens)
 
     @property
     def max_query_len(self) -> int:
+        """Queries of the sequence that has most."""
         return max(self.query_lens)
 
     @property
     def max_context_len(self) -> int:
+        """Tokens in the cache of the longest sequence."""
         return max(self.context_lens)
 
     @property
     def total_context(self) -> int:
+        """Tokens in the cache of all sequences."""
         return sum(self.context_lens)
 
     @property

@@ -141,7 +141,6 @@ def document(options: argparse.Namespace) -> dict[str, Any]:
         "memory_bytes": MEMORY_BYTES,
         "limits": {"max_num_seqs": served.MAX_NUM_SEQS, "max_batch_tokens": served.MAX_BATCH_TOKENS},
         "quick": options.quick,
-        "measured_on": time.strftime("%Y-%m-%d"),
         "seconds": round(time.perf_counter() - started, 1),
         "rows": found,
     }

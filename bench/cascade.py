@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from pagegen.spec import AttentionSpec, CacheLayout, Target, Workload
 
 OWN, BLOCK_SIZE = 128, 16
 CASES = ((16, 4096), (16, 16384), (4, 16384), (4, 4096), (16, 512), (4, 512))  # sequences, shared tokens
-SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, q_dtype="bfloat16")
+SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, q_dtype=torch.bfloat16)
 POOL_BYTES = 256 << 20
 RESULTS = Path(__file__).parent / "results"
 
@@ -76,9 +77,9 @@ def measure(num_seqs: int, shared: int, rounds: int) -> dict[str, Any]:
     cpu_ratios: list[float] = []
     for i in range(rounds + 1):
         j, k = 2 * i % len(operands), (2 * i + 1) % len(operands)
-        flat = timed(lambda j=j: pagegen.paged_attention(**operands[j]))
-        divided = timed(lambda k=k: pagegen.cascade_attention(**operands[k], cascade=plans[k]))
-        planning = timed(lambda k=k: plan(operands[k]))
+        flat = timed(partial(pagegen.paged_attention, **operands[j]))
+        divided = timed(partial(pagegen.cascade_attention, **operands[k], cascade=plans[k]))
+        planning = timed(partial(plan, operands[k]))
         if not i:  # a first round is thrown away
             continue
         for name, (ms, _) in (("flat", flat), ("cascade", divided), ("plan", planning)):

@@ -92,7 +92,8 @@ def main() -> None:
         "environment": {
             "date": machine.date(), "cpu": cpu_device.current_device().name, "cores": os.cpu_count(),
             "load_average": round(load, 2), "pagegen": __version__, "python": platform.python_version(),
-            "sqlalchemy": sqlalchemy.__version__, "sqlite": sqlite3.sqlite_version, "system": f"{platform.system()} {platform.release()}",
+            "sqlalchemy": sqlalchemy.__version__, "sqlite": sqlite3.sqlite_version,
+            "system": f"{platform.system()} {platform.release()}",
         },
         "trials": trials,
         "quick": options.quick,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import matplotlib
@@ -137,7 +137,7 @@ def _waits(axes: Axes, rows: list[Row], name: str, title: str) -> None:
     axes.legend(loc="best")
 
 
-def _by_trace(rows: Iterable[Row]) -> Iterable[tuple[str, list[Row]]]:
+def _by_trace(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["cell"]["trace"], []).append(row)
@@ -165,5 +165,5 @@ def _log_sizes(axes: Axes, rows: Iterable[Row]) -> None:
 def _ticks(axes: Axes, sizes: Sequence[int]) -> None:
     shown = sorted(set(sizes))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(shown, [str(size) for size in shown])
+    axes.set_xticks(shown, [str(size) for size in shown], fontsize=8 if len(shown) > 8 else None)
     axes.minorticks_off()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from cpu_peers import gather, sdpa
 from cpu_peers.cell import Cell
 from pagegen_autotune.inputs import Pool
 
-from pagegen.spec import AttentionSpec, CacheLayout, DispatchRule, Profile, Variant, Workload
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, DispatchRule, Profile, Variant, Workload
 from pagegen.targets import cpu
 from pagegen.targets.cpu_device import current_device
 
@@ -26,8 +27,10 @@ Times = dict[int, dict[tuple[Variant, Workload], float]]
 
 def cells(spec: AttentionSpec) -> tuple[Cell, ...]:
     """Decode batches of equal contexts: what SDPA takes without a mask."""
-    shape = {"num_q_heads": spec.num_q_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-    return tuple(Cell(batch=b, context=c, **shape) for b, c in ((8, 4096), (32, 512)))
+    heads = Cell(
+        batch=8, context=4096, num_q_heads=spec.num_q_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
+    )
+    return heads, dataclasses.replace(heads, batch=32, context=512)
 
 
 def decode(bench: Bench, spec: AttentionSpec, block_sizes: Iterable[int], orders: Iterable[str]) -> Iterator[Row]:
@@ -52,7 +55,7 @@ def _paged(bench: Bench, spec: AttentionSpec, cell: Cell, layout: CacheLayout, n
 
 
 def _gathered(cell: Cell, block_size: int) -> Runner:
-    return _peer(f"gather {block_size} + SDPA", gather, Cell(**{**cell.to_dict(), "block_size": block_size}))
+    return _peer(f"gather {block_size} + SDPA", gather, dataclasses.replace(cell, block_size=block_size))
 
 
 def _peer(name: str, module: Any, cell: Cell) -> Runner:
@@ -97,6 +100,8 @@ def on_profile(
 
 
 def _batch(pool: Pool, spec: AttentionSpec, block_size: int, variant: Variant, workload: Workload) -> Runner:
+    if not isinstance(variant, CppVariant):
+        raise TypeError(f"variant must be one of a CPU kernel, got {variant.name}")
     layout = CacheLayout(block_size=block_size)
     attend = cpu.load_attention(spec, layout, variant)
     calls = pool.calls(layout, workload)

@@ -48,7 +48,9 @@ def tokens(first: Lengths, last: Lengths) -> Lengths:
 
 def power_of_two(lengths: Lengths) -> Lengths:
     """The least powers of two that are not smaller."""
-    return 1 << np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    exponents: Lengths = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    powers: Lengths = np.left_shift(1, exponents)
+    return powers
 
 
 # What a server reserves in one piece when it admits a request: for the longest request of the whole trace, for this

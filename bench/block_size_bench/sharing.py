@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from cache_bench.traces import Request, conversations, packed, turns_of
+from cache_bench.traces import Request, Turn, conversations, packed, turns_of
 from pagegen_autotune.trace import Trace
 
 from pagegen.cache import BlockAllocator
 
 Row = dict[str, Any]
 Lengths = npt.NDArray[np.int64]
-REPLAYED = 2000  # requests that the allocator is asked about too: it takes its time, the formula none
+REPLAYED_TOKENS = 2_000_000  # of prompts that the allocator is asked about too: it takes its time, the formula none
 
 
 def requests_of(trace: Trace) -> list[Request]:
@@ -55,9 +55,8 @@ def hits(shared: Lengths, prompts: Lengths, block_size: int) -> Lengths:
     return np.minimum(shared, prompts - 1) // block_size * block_size
 
 
-def replayed(dialogues: Sequence[Sequence[Request]], id_tokens: int, block_size: int) -> Lengths:
+def replayed(turns: Sequence[Turn], block_size: int) -> Lengths:
     """The same by `BlockAllocator`, every token made: what each `add` found."""
-    turns = [turn for dialogue in dialogues for turn in turns_of(dialogue, id_tokens)]
     most = sum(-(-(len(turn.prompt) + len(turn.output)) // block_size) for turn in turns)
     allocator = BlockAllocator(most, block_size)
     found = []
@@ -77,9 +76,13 @@ def rows(trace: Trace, name: str, id_tokens: int, block_sizes: tuple[int, ...]) 
     prompts = np.array([request.prompt_tokens for dialogue in dialogues for request in dialogue], dtype=np.int64)
     shared = common(dialogues, id_tokens)
     reusable = np.minimum(shared, prompts - 1)
-    ends = itertools.accumulate(map(len, dialogues))
-    first = dialogues[: next((i for i, end in enumerate(ends, 1) if end >= REPLAYED), len(dialogues))]
-    count = sum(map(len, first))
+    first: list[Turn] = []
+    left = REPLAYED_TOKENS
+    for dialogue in dialogues:
+        left -= sum(request.prompt_tokens for request in dialogue)
+        if left < 0 and first:
+            break
+        first += turns_of(dialogue, id_tokens)
     for size in block_sizes:
         found = hits(shared, prompts, size)
         row: Row = {
@@ -91,6 +94,6 @@ def rows(trace: Trace, name: str, id_tokens: int, block_sizes: tuple[int, ...]) 
             "lost_tokens": float((reusable - found)[reusable > 0].mean()) if reusable.any() else 0.0,
         }
         if size >= 16:  # of smaller blocks the allocator has millions
-            row["replayed"] = count
-            row["replayed_equal"] = bool((replayed(first, id_tokens, size) == found[:count]).all())
+            row["replayed"] = len(first)
+            row["replayed_equal"] = bool((replayed(first, size) == found[: len(first)]).all())
         yield row

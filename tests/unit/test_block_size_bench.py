@@ -22,7 +22,7 @@ sys.path.append(str(BENCH))
 
 import block_size  # noqa: E402
 from block_size_bench import memory, served, sharing  # noqa: E402
-from cache_bench.traces import Request, conversations  # noqa: E402
+from cache_bench.traces import Request, conversations, turns_of  # noqa: E402
 
 SIZES = (1, 3, 8, 16, 100)
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
@@ -127,7 +127,8 @@ def test_the_allocator_finds_what_rounding_leaves_of_the_tokens_in_common(seed, 
     dialogues = tree(seed, 8)
     prompts = np.array([request.prompt_tokens for dialogue in dialogues for request in dialogue])
     found = sharing.hits(sharing.common(dialogues, 8), prompts, size)
-    assert found.tolist() == sharing.replayed(dialogues, 8, size).tolist()
+    turns = [turn for dialogue in dialogues for turn in turns_of(dialogue, 8)]
+    assert found.tolist() == sharing.replayed(turns, size).tolist()
     assert found.any() or size == 64
 
 

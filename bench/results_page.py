@@ -88,18 +88,14 @@ def _not_reached(sections: list[Section]) -> list[str]:
 
 
 def _section(one: Section, level: str) -> list[str]:
-    lines = [f"{level} {one.title}", "", f"{one.said} `{one.command}`, {_link(one.source)}.", ""]
+    # paths, not links: the site is built of docs/ alone
+    drawn = f", drawn in `bench/results/{one.figure}`" if one.figure else ""
+    lines = [f"{level} {one.title}", "", f"{one.said} By `{one.command}`, in `bench/results/{one.source}`{drawn}.", ""]
     lines += [line for note in one.notes for line in (note, "")]
-    if one.figure and (RESULTS / one.figure).exists():
-        lines += [f"![{one.title}](../bench/results/{one.figure})", ""]
     rows = [(claim.what, claim.found, claim.asked, verdict(claim)) for claim in one.claims]
     if any(claim.asked for claim in one.claims):
         return [*lines, *table(("what", "found", "asked", ""), rows), ""]
     return [*lines, *table(("what", "found"), [row[:2] for row in rows]), ""]
-
-
-def _link(source: str) -> str:
-    return f"[bench/results/{source}](../bench/results/{source})"
 
 
 def _read(path: Path) -> Document:

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from block_size_bench.kernels import CONTIGUOUS
+from block_size_bench.kernels import CONTIGUOUS, over
 
 COLOURS = ("#1b6ca8", "#d9822b", "#4d9221", "#8c6bb1", "#7f8c8d")
 STYLE = {
@@ -100,11 +100,11 @@ def _kernel(axes: Axes, rows: list[Row]) -> None:
     axes.minorticks_off()
     sizes = [int(r["what"].split()[1]) for r in rows if r["what"].startswith("paged") and r["what"][-1].isdigit()]
     _ticks(axes, sizes)
-    axes.legend(loc="center right", bbox_to_anchor=(1.0, 0.55))
+    axes.legend(loc="center left", bbox_to_anchor=(0.0, 0.55))
 
 
 def _over(row: Row) -> float:
-    return float(row["time_over"][f"paged {CONTIGUOUS}"]["median"])
+    return over(row, f"paged {CONTIGUOUS}")
 
 
 def _speed(axes: Axes, rows: list[Row]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from cpu_bench import ours
 from cpu_bench.bench import Bench, Row
-from cpu_bench.samples import Runner, here, interleave, kept, ratio
+from cpu_bench.samples import ENOUGH, Runner, here, interleave, kept, ratio
 from cpu_peers import gather, sdpa
 from cpu_peers.cell import Cell
 from pagegen_autotune.inputs import Pool
@@ -22,6 +23,7 @@ ORDERS = ("NHD", "HND")
 CONTIGUOUS = "in one piece"
 GATHERED = (16, 256)  # block sizes that gathering is shown for: what it copies are the same bytes
 BASE = 16  # block size that the others' times are held against
+WALL, CPU_TIME = "wall", "CPU time"
 Times = dict[int, dict[tuple[Variant, Workload], float]]
 
 
@@ -45,8 +47,14 @@ def decode(bench: Bench, spec: AttentionSpec, block_sizes: Iterable[int], orders
                 runners += [_gathered(cell, size) for size in GATHERED]
                 runners.append(_peer("SDPA, contiguous", sdpa, cell))
             label = {"batch": cell.batch, "context": cell.context, "order": order}
-            yield from bench.compare("kernel", label, runners, over=[f"paged {BASE}", f"paged {CONTIGUOUS}"])
+            for row in bench.compare("kernel", label, runners, over=[f"paged {BASE}", f"paged {CONTIGUOUS}"]):
+                yield {**row, "clock": WALL if row.get("undisturbed", 0) >= ENOUGH else CPU_TIME}
             bench.pool.shrink()
+
+
+def over(row: Row, name: str) -> float:
+    """How many times the time of `name` a row of `decode` took, by the clock that its rounds allow."""
+    return float(row["time_over"][name]["median" if row["clock"] == WALL else "cpu"])
 
 
 def _paged(bench: Bench, spec: AttentionSpec, cell: Cell, layout: CacheLayout, name: str = "") -> Runner:
@@ -69,7 +77,7 @@ def on_profile(
 ) -> tuple[Times, list[Row]]:
     """Microseconds of every batch of the profile at every block size (NHD), with the variant that the size's rule
     takes; and a row a batch. A size's time is BASE's median times the median of their ratios within rounds, since what
-    the machine gives changes from round to round."""
+    the machine gives changes from round to round; by CPU time where others took too much of the machine."""
     pool = Pool(spec, profile, current_device(), on="cpu", seed=0)
     times: Times = {size: {} for size in rules}
     rows = []
@@ -80,19 +88,22 @@ def on_profile(
         }
         runners = {size: _batch(pool, spec, size, variant, workload) for size, variant in chosen.items()}
         taken = interleave(runners.values(), bench.read, bench.rounds, bench.threads)
-        base = sorted(sample.seconds for sample in kept(taken.of(runners[BASE].name)))
-        middle_us = 1e6 * base[len(base) // 2]
+        base = taken.of(runners[BASE].name)
+        settled = all(sum(sample.undisturbed for sample in taken.of(r.name)) >= ENOUGH for r in runners.values())
+        times_s = [s.seconds if settled else s.cpu_seconds / bench.threads for s in (kept(base) if settled else base)]
+        middle_us = 1e6 * statistics.median(times_s)
         over = {}
         for size, runner in runners.items():
-            found = {"median": 1.0} if size == BASE else ratio(taken, runner.name, runners[BASE].name)
+            found = {"median": 1.0, "cpu": 1.0} if size == BASE else ratio(taken, runner.name, runners[BASE].name)
             if found is None:
                 raise RuntimeError(f"no sample of block size {size}: {runner.failure}")
-            over[size] = found["median"]
+            over[size] = found["median" if settled else "cpu"]
             times[size][chosen[size], workload] = middle_us * over[size]
         rows.append({
             "section": "batch",
             "cell": {"profile": profile.name, "num_seqs": workload.num_seqs, "tokens": workload.total_context,
                      "queries": workload.total_q, "weight": round(weight, 4)},
+            "clock": WALL if settled else CPU_TIME,
             "us": round(middle_us, 1),
             "time_over": {str(size): round(found, 3) for size, found in over.items()},
         })  # fmt: skip

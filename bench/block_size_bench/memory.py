@@ -37,7 +37,7 @@ def block_slots(first: Lengths, last: Lengths, block_size: int) -> Lengths:
 
 def _slots_up_to(length: Lengths, block_size: int) -> Lengths:
     """b*ceil(n/b), summed over n = 1 ... length: b lengths for each full block, and what is left."""
-    full, left = np.divmod(length, block_size)
+    full, left = length // block_size, length % block_size
     return block_size * (block_size * full * (full + 1) // 2 + left * (full + 1))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from cpu_bench.bench import Bench
 from cpu_bench.ours import peak_gauge, peak_kind
+from cpu_bench.samples import UNDISTURBED, Gauge
 from pagegen_autotune.profiles import prefix_size
 from pagegen_autotune.served import Rest, ServedBlockSize, serve_rows
 from pagegen_autotune.simulation import cache_tokens
@@ -58,10 +59,14 @@ def rated(
 def rates(bench: Bench, dtype: str = "bfloat16") -> dict[str, float]:
     """What this machine gives: GB/s of reading and TFLOP/s of multiply-adds, each the best of some."""
     peak = peak_gauge(peak_kind(dtype))
-    return {
-        "read_gb_s": max(bench.read.work / bench.read.run()[0] / 1e9 for _ in range(9)),
-        "peak_tflops": max(peak.work / peak.run()[0] / 1e12 for _ in range(9)),
-    }
+    read_s, peak_s = (max(_rate(gauge, bench.threads) for _ in range(9)) for gauge in (bench.read, peak))
+    return {"read_gb_s": read_s / 1e9, "peak_tflops": peak_s / 1e12}
+
+
+def _rate(gauge: Gauge, threads: int) -> float:
+    """Work a second; of CPU time, where others had part of the threads' share meanwhile."""
+    seconds, cpu_seconds = gauge.run()
+    return gauge.work / (seconds if cpu_seconds >= UNDISTURBED * threads * seconds else cpu_seconds / threads)
 
 
 def rest_of(weights_bytes: int, measured: dict[str, float]) -> Rest:

@@ -21,7 +21,7 @@ from pagegen.cache import BlockAllocator
 
 Row = dict[str, Any]
 Lengths = npt.NDArray[np.int64]
-REPLAYED_TOKENS = 2_000_000  # of prompts that the allocator is asked about too: it takes its time, the formula none
+REPLAYED_TOKENS = 500_000  # of prompts that the allocator is asked about too: it takes its time, the formula none
 
 
 def requests_of(trace: Trace) -> list[Request]:

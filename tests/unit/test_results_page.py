@@ -108,6 +108,21 @@ def test_the_servers_speed_and_what_requests_wait_are_claims_of_their_own():
     assert "tokens/s" not in waits.found and "p99 200 ms" in waits.found
 
 
+def test_disturbed_rounds_are_told_by_cpu_time_and_that_is_said():
+    cell = {"batch": 8, "context": 64, "order": "NHD"}
+    ratios = {"median": 9.0, "range": [1.0, 20.0], "cpu": 2.0}
+    row = {
+        "section": "kernel",
+        "cell": cell,
+        "what": "gather 16 + SDPA",
+        "status": "ok",
+        "time_over": {"paged 16": ratios},
+    }
+    for clock, found, note in (("wall", "9.00 x", "in turns."), ("CPU time", "2.00 x", "1 of 1 rows by CPU time")):
+        section = paging.block_size({"rows": [{**row, "clock": clock}], "environment": {}})
+        assert section.claims[0].found.startswith(found) and note in section.notes[0]
+
+
 def test_bars_in_a_cell_do_not_end_it():
     assert table(("a",), [("x|y",)])[-1] == "| x\\|y |"
 

@@ -16,6 +16,7 @@ the model's weights once and multiplies them by each prompt token, at the rates 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -189,14 +190,24 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def draw(stored: Path, figure: Path) -> None:
+    """Draws a stored document; ends the program with a line where that cannot be."""
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit("drawing needs matplotlib: pip install 'pagegen-attention[report]'")
+    from block_size_bench.figure import svg
+
+    try:
+        figure.write_text(svg(json.loads(stored.read_text(encoding="utf-8"))), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        sys.exit(f"{stored} cannot be drawn: {error}")
+
+
 def main() -> None:
     options = parser().parse_args()
     partial = options.quick or options.sections != ",".join(SECTIONS)
     stored = options.output or RESULTS / "block-size.json"
     if options.figure:
-        from block_size_bench import figure  # loads matplotlib
-
-        options.figure.write_text(figure.svg(json.loads(stored.read_text(encoding="utf-8"))), encoding="utf-8")
+        draw(stored, options.figure)
         return
     options.sections = options.sections.split(",")
     unknown = [name for name in options.sections if name not in SECTIONS]

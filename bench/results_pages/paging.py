@@ -17,7 +17,7 @@ def block_size(document: Document) -> Section:
     return Section(
         title="Is paging worth it, and which block size", source="block-size.json",
         command="python bench/block_size.py", said=said(document), claims=tuple(claims), figure="block-size.svg",
-        notes=(f"Memory and sharing are computed from the traces, exactly; kernels are measured, in turns{_clock(rows)}.",),
+        notes=(f"Memory and sharing are computed from the traces, exactly; kernels are timed in turns{_clock(rows)}.",),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
 sys.path.append(str(BENCH))
 
 import block_size  # noqa: E402
-from block_size_bench import memory, served, sharing  # noqa: E402
+from block_size_bench import kernels, memory, served, sharing  # noqa: E402
 from cache_bench.traces import Request, conversations, turns_of  # noqa: E402
 
 SIZES = (1, 3, 8, 16, 100)
@@ -195,6 +195,29 @@ def test_the_stored_results_can_be_drawn_and_told():
     assert figure.svg(stored).startswith("<svg") and all(map(block_size.line, stored["rows"]))
     assert all(row["replayed_equal"] for row in stored["rows"] if row["section"] == "sharing" and "replayed" in row)
     assert {row["kind"] for row in stored["rows"] if row["section"] == "profile"} == {"measured"}
+
+
+def test_what_cannot_be_drawn_ends_with_a_line_that_says_why(tmp_path):
+    pytest.importorskip("matplotlib")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{", encoding="utf-8")
+    for stored in (tmp_path / "absent.json", broken):
+        with pytest.raises(SystemExit, match="cannot be drawn"):
+            block_size.draw(stored, tmp_path / "figure.svg")
+    assert not (tmp_path / "figure.svg").exists()
+
+
+@pytest.mark.parametrize("argument", [["--sections", "memory,speed"], ["--sections", ""], ["--rounds", "0"]])
+def test_arguments_that_mean_nothing_are_refused(argument, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["block_size.py", *argument])
+    with pytest.raises(SystemExit, match="must be"):
+        block_size.main()
+
+
+def test_a_ratio_is_by_cpu_time_where_rounds_were_disturbed():
+    row = {"time_over": {"paged 16": {"median": 3.0, "cpu": 1.5}}}
+    assert kernels.over({**row, "clock": kernels.WALL}, "paged 16") == 3.0
+    assert kernels.over({**row, "clock": kernels.CPU_TIME}, "paged 16") == 1.5
 
 
 def test_a_document_without_rows_has_no_figure():

@@ -99,8 +99,9 @@ def measured(options: argparse.Namespace, spec: AttentionSpec, traces: dict[str,
     rated = served.rated(spec, profile, rules, times, layers=LAYERS)
     within = served.rated(spec, profile, rules, times, layers=LAYERS, memory_bytes=MEMORY_BYTES)
     for row, cut in zip(rated, within, strict=True):
-        admitted = {"admitted_sequences": cut.admitted_sequences}
-        yield {"section": "profile", "cell": {"profile": PROFILE}, **row.to_dict(), **admitted}
+        # the rule's own reason names the folder of the empty database
+        known = {"admitted_sequences": cut.admitted_sequences, "reason": "what a fresh installation chooses"}
+        yield {"section": "profile", "cell": {"profile": PROFILE}, **row.to_dict(), **known}
     rates = served.rates(bench)
     rest = served.rest_of(WEIGHTS_BYTES, rates)
     yield {"section": "rest", "cell": {"model": MODEL}, **rates, **vars(rest)}

@@ -1,7 +1,7 @@
 # Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
 # PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
 
-.PHONY: demo test check docs format compatibility coverage sweep crashes bench-peers engines clean
+.PHONY: demo test check docs format compatibility coverage sweep crashes bench-peers bench results engines clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -39,7 +39,7 @@ check: $(TOOLS)
 	MYPYPATH=bench:autotune $(PY) -m mypy bench/cpu.py bench/cpu_bench bench/cpu_peers bench/cache.py bench/cache_bench \
 	  bench/serving.py bench/serving_bench bench/database.py bench/database_bench bench/cost_model.py bench/cost_model_bench \
 	  bench/tuning.py bench/tuning_bench bench/traces.py bench/host_cost.py bench/scale.py bench/fleet.py bench/fleet_bench \
-	  docs/hooks.py
+	  bench/block_size.py bench/block_size_bench bench/cascade.py bench/results_page.py bench/results_pages docs/hooks.py
 	@$(MAKE) --no-print-directory docs
 
 # The site, into site/: warnings are errors, and nothing is fetched. 8 s of CPU time. (With --quiet mkdocs does not count
@@ -77,6 +77,25 @@ crashes: $(TOOLS)
 bench-peers: $(RUNTIME)
 	$(PY) bench/cpu.py --install .venv-bench
 	$(PY) bench/cache.py --install .venv-bench
+
+# Everything that is measured on this machine, beside its peers, half an hour on two idle cores: bench/results, the
+# figures and docs/results.md.
+bench: $(TOOLS) bench-peers
+	$(PY) bench/cpu.py
+	$(PY) bench/block_size.py
+	$(PY) bench/cascade.py
+	$(PY) bench/cache.py
+	$(PY) bench/host_cost.py
+	$(PY) bench/database.py
+	$(PY) bench/tuning.py
+	@$(MAKE) --no-print-directory $(MODEL) && $(PY) bench/serving.py || echo "bench/serving.py has not run: see above."
+	@$(MAKE) --no-print-directory results
+
+# The figures and the page, from what is stored.
+results: $(TOOLS)
+	@for bench in cpu:cpu block_size:block-size cache:cache serving:serving; do \
+	  stored=bench/results/$${bench#*:}; [ ! -f $$stored.json ] || $(PY) bench/$${bench%:*}.py --figure $$stored.svg || exit 1; done
+	$(PY) bench/results_page.py
 
 # pagegen's backends in vLLM and SGLang, through the engines' own classes, and in vLLM's own engine on this CPU. The
 # engines need 3.5 GB, other releases of common libraries and Python 3.11 or newer, so they have an environment of their

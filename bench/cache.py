@@ -32,7 +32,7 @@ from cpu_peers.client import INSTALLED
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
 DATA = Path(__file__).parents[2] / "shared" / "data"
-OPERATIONS, QUICK_OPERATIONS = 100_000, 10_000
+OPERATIONS, QUICK_OPERATIONS = 40_000, 10_000
 Section = Callable[[argparse.Namespace, int], Iterable[Row]]
 
 

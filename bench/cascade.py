@@ -1,6 +1,6 @@
 """Is a shared prefix attended faster once than by every sequence for itself?
 
-    python bench/cascade.py [--rounds 9] [--output bench/results/cascade.json]
+    python bench/cascade.py [--quick] [--rounds 9] [--output bench/results/cascade.json]
 
 Decode on this CPU, bf16, 32 query and 8 KV heads, head dim 128, block size 16: batches whose sequences share a prefix
 and have 128 tokens of their own. Flat and cascade attention take turns within a round, and the speed-up is taken
@@ -14,24 +14,30 @@ layers, and timed apart.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
+
 import torch
+from cache_bench.document import as_text
+from cache_bench.samples import spread
+from cpu_bench import machine
 
 import pagegen
 from pagegen.spec import AttentionSpec, CacheLayout, Target, Workload
 
 OWN, BLOCK_SIZE = 128, 16
 CASES = ((16, 4096), (16, 16384), (4, 16384), (4, 4096), (16, 512), (4, 512))  # sequences, shared tokens
-SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, q_dtype="bfloat16")
+SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, q_dtype=torch.bfloat16)
 POOL_BYTES = 256 << 20
+RESULTS = Path(__file__).parent / "results"
 
 
 def batches(num_seqs: int, shared: int) -> list[dict[str, Any]]:
@@ -71,29 +77,26 @@ def measure(num_seqs: int, shared: int, rounds: int) -> dict[str, Any]:
     cpu_ratios: list[float] = []
     for i in range(rounds + 1):
         j, k = 2 * i % len(operands), (2 * i + 1) % len(operands)
-        flat = timed(lambda j=j: pagegen.paged_attention(**operands[j]))
-        divided = timed(lambda k=k: pagegen.cascade_attention(**operands[k], cascade=plans[k]))
-        planning = timed(lambda k=k: plan(operands[k]))
+        flat = timed(partial(pagegen.paged_attention, **operands[j]))
+        divided = timed(partial(pagegen.cascade_attention, **operands[k], cascade=plans[k]))
+        planning = timed(partial(plan, operands[k]))
         if not i:  # a first round is thrown away
             continue
         for name, (ms, _) in (("flat", flat), ("cascade", divided), ("plan", planning)):
-            taken[name].append(round(ms, 3))
+            taken[name].append(ms)
         # merging runs on one thread, so that no cascade can have the whole share
         undisturbed = all(cpu >= 0.9 * torch.get_num_threads() * ms for ms, cpu in (flat, divided))
         ratios[undisturbed].append(flat[0] / divided[0])
         cpu_ratios.append(flat[1] / divided[1])
     kept = ratios[True] if len(ratios[True]) >= 3 else ratios[True] + ratios[False]
     return {
-        "num_seqs": num_seqs,
-        "shared_tokens": shared,
-        "own_tokens": OWN,
-        **{f"{name}_ms": round(statistics.median(samples), 3) for name, samples in taken.items()},
-        "speedup": round(statistics.median(kept), 2),
-        "speedup_range": [round(min(kept), 2), round(max(kept), 2)],
+        "section": "cascade",
+        "cell": {"num_seqs": num_seqs, "shared_tokens": shared, "own_tokens": OWN},
+        **{f"{name}_ms": spread(samples, 3) for name, samples in taken.items()},
+        "speedup": spread(kept, 3),
         "undisturbed": len(ratios[True]),
-        "cpu_speedup": round(statistics.median(cpu_ratios), 2),
+        "cpu_speedup": spread(cpu_ratios, 3),
         "predicted_speedup": round(predicted(num_seqs, shared, groups), 2),
-        "samples_ms": taken,
     }
 
 
@@ -111,37 +114,49 @@ def predicted(num_seqs: int, shared: int, groups: Any) -> float:
     return us["attend"] / us["attend prefix + attend own + merge"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "cascade.json")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    rows = []
-    for num_seqs, shared in CASES:
-        rows.append(row := measure(num_seqs, shared, options.rounds))
-        print(
-            f"{num_seqs:3} sequences sharing {shared:4} tokens: flat {row['flat_ms']} ms, cascade {row['cascade_ms']} "
-            f"ms (planned in {row['plan_ms']} ms): {row['speedup']} x {row['speedup_range']}, "
-            f"by CPU time {row['cpu_speedup']} x, predicted {row['predicted_speedup']} x "
-            f"({row['undisturbed']} of {options.rounds} rounds undisturbed)",
-            flush=True,
-        )
-    from pagegen.targets import cpu, cpu_device
+def line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    cell, speedup = row["cell"], row["speedup"]
+    return (
+        f"{cell['num_seqs']:3} sequences sharing {cell['shared_tokens']:5} tokens: flat {row['flat_ms']['median']} ms, "
+        f"cascade {row['cascade_ms']['median']} ms (planned in {row['plan_ms']['median']} ms): {speedup['median']} x "
+        f"{speedup['range']}, by CPU time {row['cpu_speedup']['median']} x, predicted {row['predicted_speedup']} x "
+        f"({row['undisturbed']} rounds undisturbed)"
+    )
 
-    device = cpu_device.current_device()
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="three rounds; writes nothing by default")
+    parser.add_argument("--rounds", type=int, help="default: 9, quick: 3")
+    parser.add_argument("--output", type=Path, help="default: bench/results/cascade.json, where not --quick")
+    options = parser.parse_args()
+    if options.rounds is not None and options.rounds < 1:
+        sys.exit(f"--rounds must be at least 1, got {options.rounds}")
+    rounds = options.rounds or (3 if options.quick else 9)
+    torch.manual_seed(0)
+    started, load = time.perf_counter(), os.getloadavg()[0]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PAGEGEN_DB"] = str(Path(folder) / "empty.db")  # the kernels that a fresh installation chooses
+        for num_seqs, shared in CASES:
+            rows.append(measure(num_seqs, shared, rounds))
+            print(line(rows[-1]), flush=True)
     document = {
-        "question": "a shared prefix attended once against once a sequence",
+        "question": (__doc__ or "").partition("\n")[0],
+        "method": (__doc__ or "").rpartition("\n\n")[2].strip(),
+        "environment": {**machine.environment({}), "load_average_before": round(load, 2)},
         "workload": {"block_size": BLOCK_SIZE, "spec": SPEC.to_dict()},
-        "environment": {
-            "cpu": device.name, "features": list(device.features), "compiler": cpu.compiler(),
-            "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
-            "torch": torch.__version__, "python": platform.python_version(), "rounds": options.rounds,
-        },
+        "rounds": rounds,
+        "quick": options.quick,
+        "seconds": round(time.perf_counter() - started, 1),
         "rows": rows,
-    }  # fmt: skip
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    }
+    output = options.output or (None if options.quick else RESULTS / "cascade.json")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(as_text(document), encoding="utf-8")
+    print(f"{document['seconds']:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

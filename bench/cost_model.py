@@ -26,6 +26,7 @@ from typing import Any
 
 from cache_bench.document import as_text
 from cost_model_bench import data, own, theirs
+from cpu_bench import machine
 
 from pagegen import __version__
 
@@ -58,8 +59,8 @@ def main() -> None:
         "method": (__doc__ or "").rpartition("\n\n")[2].strip(),
         "data": data.ORIGIN,
         "environment": {
-            "pagegen": __version__, "python": platform.python_version(), "scikit_learn": theirs.scikit_learn(),
-            "system": f"{platform.system()} {platform.release()}",
+            "date": machine.date(), "pagegen": __version__, "python": platform.python_version(),
+            "scikit_learn": theirs.scikit_learn(), "system": f"{platform.system()} {platform.release()}",
         },
         "seconds": round(time.perf_counter() - started, 1),
         "rows": rows,

@@ -25,6 +25,7 @@ from typing import Any
 
 import sqlalchemy
 from cache_bench.document import as_text
+from cpu_bench import machine
 from database_bench import bulk, dispatch, made
 from database_bench.first import fresh
 
@@ -89,9 +90,10 @@ def main() -> None:
         "question": (__doc__ or "").partition("\n")[0],
         "method": (__doc__ or "").rpartition("\n\n")[2].strip(),
         "environment": {
-            "cpu": cpu_device.current_device().name, "cores": os.cpu_count(), "load_average": round(load, 2),
-            "pagegen": __version__, "python": platform.python_version(), "sqlalchemy": sqlalchemy.__version__,
-            "sqlite": sqlite3.sqlite_version, "system": f"{platform.system()} {platform.release()}",
+            "date": machine.date(), "cpu": cpu_device.current_device().name, "cores": os.cpu_count(),
+            "load_average": round(load, 2), "pagegen": __version__, "python": platform.python_version(),
+            "sqlalchemy": sqlalchemy.__version__, "sqlite": sqlite3.sqlite_version,
+            "system": f"{platform.system()} {platform.release()}",
         },
         "trials": trials,
         "quick": options.quick,

@@ -1,6 +1,6 @@
 """What does the block size change for a server with a real model: its speed, and what requests wait?
 
-    python bench/serving.py [--quick] [--rounds 3] [--requests 60] [--block-sizes 16,32,64,128,256] [--data FOLDER]
+    python bench/serving.py [--quick] [--rounds 3] [--requests 24] [--minutes 6] [--block-sizes 16,64] [--data FOLDER]
     python bench/serving.py --figure bench/results/serving.svg  # the figure from the stored results
 
 SmolLM2-135M on this CPU in bfloat16, behind a cache of as many bytes for every block size, with the kernels that a
@@ -9,7 +9,8 @@ several turns, whose prompts repeat what was said and answered (the model's own 
 served all at once ("rush": tokens a second of the whole server), and at its own times by the clock ("paced": time to
 first token and between tokens). The pace is one for all block sizes: arrivals over the median rush's time divided by
 the load. Answers have the trace's lengths, whatever tokens come. Block sizes take turns, in an order that rotates every
-round. Each run starts with an empty cache. Percentiles are a run's; medians and ranges are over rounds.
+round. Each run starts with an empty cache. Percentiles are a run's; medians and ranges are over rounds. Of each section
+no round begins that would probably end after its share of the minutes; one is always made.
 """
 
 from __future__ import annotations
@@ -42,14 +43,19 @@ RESULTS = Path(__file__).parent / "results"
 DATA = Path(__file__).parents[2] / "shared" / "data"
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 KEPT_SAMPLES = 3  # decimal places
+# Of the time: a paced run takes 1 / load of a rush, 1.4 times as long, and as much again to its last answer.
+RUSH_SHARE = 0.4
 
 
 def rounds_of(
-    group: Sequence[Server], workload: Workload, span_s: float, rounds: int, clock: Callable[[], Clock]
+    group: Sequence[Server], workload: Workload, span_s: float, rounds: int, clock: Callable[[], Clock], seconds: float
 ) -> dict[int, list[Row]]:
-    """block size -> one row of figures a round."""
+    """block size -> one row of figures a round: as many rounds as asked for, or as `seconds` hold, but one."""
     taken: dict[int, list[Row]] = {server.block_size: [] for server in group}
+    started = time.perf_counter()
     for i in range(rounds):
+        if i and (time.perf_counter() - started) * (i + 1) / i > seconds:
+            break
         shift = i % len(group)
         for server in (*group[shift:], *group[:shift]):
             cpu_start = time.process_time()
@@ -83,10 +89,11 @@ def measure(options: argparse.Namespace, model: Any, name: str, vocabulary: int)
     for server in group:
         server.serve(warm, 0.0, clock())
     rows: list[Row] = []
-    for workload in served:
-        rush = rounds_of(group, workload, 0.0, options.rounds, clock)
+    for i, workload in enumerate(served):
+        left = (60 * options.minutes - (time.perf_counter() - started)) / (len(served) - i)
+        rush = rounds_of(group, workload, 0.0, options.rounds, clock, RUSH_SHARE * left)
         span = statistics.median(run["span_s"] for runs in rush.values() for run in runs)
-        paced = rounds_of(group, workload, span / options.load, options.rounds, clock)
+        paced = rounds_of(group, workload, span / options.load, options.rounds, clock, (1 - RUSH_SHARE) * left)
         for row in (*rows_of("rush", workload, rush, 0.0), *rows_of("paced", workload, paced, span / options.load)):
             print(line(row), flush=True)
             rows.append(row)
@@ -129,10 +136,11 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     made.add_argument("--quick", action="store_true", help="two block sizes, few requests, one round: two minutes")
     made.add_argument("--block-sizes", help="default: 16,32,64,128,256; quick: 16,128")
-    made.add_argument("--requests", type=int, help="of each workload, about (default: 60, quick: 8)")
-    made.add_argument("--rounds", type=int, help="default: 3, quick: 1")
+    made.add_argument("--requests", type=int, help="of each workload, about (default: 24, quick: 8)")
+    made.add_argument("--rounds", type=int, help="at most (default: 3, quick: 1)")
+    made.add_argument("--minutes", type=float, default=6.0, help="begin no further round after them (default: 6)")
     made.add_argument("--load", type=float, default=0.7, help="of a paced run, against the rush's speed")
-    made.add_argument("--kv-tokens", type=int, default=4096, help="that the cache holds, whatever the block size")
+    made.add_argument("--kv-tokens", type=int, default=2048, help="that the cache holds, whatever the block size")
     made.add_argument("--max-num-seqs", type=int, default=16, help="in a step")
     made.add_argument("--max-batch-tokens", type=int, default=64, help="query tokens in a step")
     made.add_argument("--compiled", action="store_true", help="the model by torch.compile, a minute a block size")
@@ -154,7 +162,7 @@ def main() -> None:
         return
     partial = options.quick or options.tiny or options.block_sizes or options.requests
     options.block_sizes = options.block_sizes or ("16,128" if options.quick else ",".join(map(str, BLOCK_SIZES)))
-    options.requests = options.requests or (8 if options.quick else 60)
+    options.requests = options.requests or (8 if options.quick else 24)
     options.rounds = options.rounds or (1 if options.quick else 3)
     torch.manual_seed(0)
     if options.cpu_time:

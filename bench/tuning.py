@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cpu_bench import machine
 from pagegen_autotune.search import STRATEGIES, Search, Strategy
 from pagegen_autotune.session import ROUNDS
 from pagegen_autotune.space import Space
@@ -140,6 +141,7 @@ def main() -> None:
         "question": "what a tenth of the exhaustive measurements finds of the exhaustive optimum",
         "target": {"regret": TARGET_REGRET, "cost": TARGET_COST},
         "method": __doc__,
+        "environment": {"date": machine.date()},
         "recorded_on": json.loads(files[0].read_text(encoding="utf-8"))["device"],
         "seconds": round(time.monotonic() - start, 1),
         "cases": rows,

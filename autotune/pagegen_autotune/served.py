@@ -147,17 +147,40 @@ def serve_block_sizes(
 
     Raises ValueError for bad arguments, where no block size can hold any request, or nothing is known of the device.
     """
-    check.integer("memory_bytes", memory_bytes)
-    check.integer("num_layers", num_layers)
-    check.integer("requests", requests, at_least=10 * WINDOWS)
-    check.one_of("objective", objective, OBJECTIVES)
-    if not 0 < utilisation <= 2:
-        raise ValueError(f"utilisation must be above 0 and at most 2 (above 1 queues only grow), got {utilisation}")
+    _check(memory_bytes, num_layers, requests, objective, utilisation)
     if trace is None:
         trace = drawn_trace(profile, requests, seed)
         prefix_block_tokens = None if trace.prefix_runs is None else id_tokens(profile)
     rows = selection.best_block_size(spec, target, profile, db=db, num_layers=num_layers, device=device)
-    costs = [fit(profile, row.workload_us) for row in rows]
+    return serve_rows(
+        spec, [(row, fit(profile, row.workload_us)) for row in rows], memory_bytes=memory_bytes, trace=trace,
+        prefix_block_tokens=prefix_block_tokens, num_layers=num_layers, rest=rest, max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens, utilisation=utilisation, requests=requests, seed=seed, objective=objective,
+        on_run=on_run,
+    )  # fmt: skip
+
+
+def serve_rows(
+    spec: AttentionSpec,
+    rows: Sequence[tuple[BlockSizeRow, AttentionCost]],
+    *,
+    memory_bytes: int,
+    trace: Trace,
+    prefix_block_tokens: int | None = None,
+    num_layers: int = 1,
+    rest: Rest | None = None,
+    max_num_seqs: int = 256,
+    max_batch_tokens: int = 2048,
+    utilisation: float = UTILISATION,
+    requests: int = REQUESTS,
+    seed: int = 0,
+    objective: str = "throughput",
+    on_run: Callable[[int, int], object] | None = None,
+) -> list[ServedBlockSize]:
+    """`serve_block_sizes` for block sizes whose rows and costs are at hand, wherever their times are from."""
+    _check(memory_bytes, num_layers, requests, objective, utilisation)
+    if not rows:
+        raise ValueError("rows must hold at least one block size, got none")
     token_bytes = spec.kv_bytes_per_token * num_layers
 
     def server(row: BlockSizeRow, cost: AttentionCost) -> Server | None:
@@ -166,9 +189,9 @@ def serve_block_sizes(
             return None
         return _server(rest or Rest(), cost, row.block_size, blocks, num_layers, max_num_seqs, max_batch_tokens)
 
-    able = [(row, cost, made) for row, cost in zip(rows, costs, strict=True) if (made := server(row, cost)) is not None]
+    able = [(row, cost, made) for row, cost in rows if (made := server(row, cost)) is not None]
     if not able:
-        smallest = min(row.block_size for row in rows) * token_bytes
+        smallest = min(row.block_size for row, _ in rows) * token_bytes
         raise ValueError(f"memory_bytes must hold at least one block of all layers ({smallest}), got {memory_bytes}")
     _, _, reference = min(able, key=lambda one: one[0].block_size)
     load = _load(trace, reference, prefix_block_tokens, utilisation=utilisation, requests=requests, seed=seed)
@@ -202,6 +225,15 @@ def ranked(served: Iterable[ServedBlockSize], objective: str) -> list[ServedBloc
         return (one.rejected, not tied, one.waste_share if tied else 0.0, *aims(one), one.block_size)
 
     return sorted(served, key=order)
+
+
+def _check(memory_bytes: int, num_layers: int, requests: int, objective: str, utilisation: float) -> None:
+    check.integer("memory_bytes", memory_bytes)
+    check.integer("num_layers", num_layers)
+    check.integer("requests", requests, at_least=10 * WINDOWS)
+    check.one_of("objective", objective, OBJECTIVES)
+    if not 0 < utilisation <= 2:
+        raise ValueError(f"utilisation must be above 0 and at most 2 (above 1 queues only grow), got {utilisation}")
 
 
 def _load(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ def environment(peers: dict[str, str]) -> dict[str, Any]:
     """CPU, compiler, versions (a peer's, or "not installed"), load and pages."""
     device = cpu_device.current_device()
     return {
+        "date": date(),
         "cpu": device.name,
         "features": list(device.features),
         "threads": torch.get_num_threads(),
@@ -32,6 +34,11 @@ def environment(peers: dict[str, str]) -> dict[str, Any]:
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
         "peers": peers,
     }
+
+
+def date() -> str:
+    """Today in UTC: the day of a measurement."""
+    return time.strftime("%Y-%m-%d", time.gmtime())
 
 
 def available_bytes() -> int:

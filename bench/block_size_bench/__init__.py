@@ -1,0 +1,1 @@
+"""Parts of bench/block_size.py."""

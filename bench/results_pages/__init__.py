@@ -1,0 +1,1 @@
+"""Parts of bench/results_page.py: what each stored document says, as claims."""

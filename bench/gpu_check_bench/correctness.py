@@ -199,4 +199,3 @@ def pytest_run(context: Context) -> Row:
         lines = [line for line in output.splitlines() if line.strip()]
         row["error"] = f"pytest ended with {ended}: {lines[-1][:200] if lines else 'it printed nothing'}"
     return row
-

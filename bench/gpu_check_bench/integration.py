@@ -164,7 +164,7 @@ def compiled(context: Context, how: str) -> Row:
         worst = max(worst, _error(out, step.expected()))
         if not turn:
             seconds = time.monotonic() - start
-    row = {
+    row: Row = {
         "first_call_s": round(seconds, 1), "frames": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
         "cudagraph_skips": counters["inductor"]["cudagraph_skips"],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from pagegen.spec import AttentionSpec, Profile, Workload
 from pagegen_autotune import load_profile
+
+from pagegen.spec import AttentionSpec, Profile, Workload
 
 PROFILE = "azure-conversation"  # a chat service's
 BLOCK_SIZES = (16, 32, 64, 128)

@@ -12,8 +12,8 @@ GPU = ("triton",)
 OWN = ("sympy", "networkx", "libcst", "sqlalchemy", "alembic", "click", "tqdm", "tabulate", "platformdirs")
 FOLDER = "gpu-site"
 PREPARE = (
-    "python3 -m pip install --target {folder} --only-binary=:all: --python-version {version} --implementation cp "
-    "--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 {names}"
+    "python3 -m pip install --no-compile --target {folder} --only-binary=:all: --python-version {version} "
+    "--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 {names}"
 )
 
 

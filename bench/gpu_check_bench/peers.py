@@ -42,8 +42,11 @@ class Prepared:
 class Peer(Protocol):
     """`few`: it compiles for every shape, and is measured on the first cells only."""
 
-    name: str
-    few: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def few(self) -> bool: ...
 
     def version(self) -> str:
         """Raises ImportError where it is not here."""

@@ -113,7 +113,9 @@ def distil(path: Path) -> dict[str, Any]:
 
     shapes, set_aside = data.sound(data.read(path))
     rows = [shape.fastest for shape in shapes]
-    dropped = [f"{d['engine']} on {d['system']}: {d['rows_faster_than_memory']} rows faster than memory" for d in set_aside]
+    dropped = [
+        f"{d['engine']} on {d['system']}: {d['rows_faster_than_memory']} rows faster than memory" for d in set_aside
+    ]
     kept = sorted(filter(_wanted, rows), key=_place)
     return {**data.ORIGIN, "set_aside": dropped, "fields": list(FIELDS), "rows": [_listed(row) for row in kept]}
 

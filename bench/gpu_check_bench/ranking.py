@@ -12,17 +12,18 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pagegen_autotune import inputs
+from pagegen_autotune.cells import Cell
+from pagegen_autotune.job import Job
+from pagegen_autotune.measure import KernelBench, classify, compare
+from pagegen_autotune.offline import Prediction
+
 from gpu_check_bench import models
 from gpu_check_bench.context import Context
 from gpu_check_bench.timing import interleave
 from gpu_check_bench.worker import Cases, Row
 from pagegen import costs, targets
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Status, Variant, Workload
-from pagegen_autotune import inputs
-from pagegen_autotune.cells import Cell
-from pagegen_autotune.job import Job
-from pagegen_autotune.measure import KernelBench, classify, compare
-from pagegen_autotune.offline import Prediction
 
 LIKED, DRAWN = 9, 9
 DRY_RUN_LIKED, DRY_RUN_DRAWN = 3, 2
@@ -60,7 +61,9 @@ def variants(ranked: Ranked, context: Context) -> tuple[Variant, ...]:
     from pagegen.db import open_db
 
     with open_db(context.folder / "candidates.db") as store:
-        job = Job(ranked.spec, models.profile(context.dry_run), context.device, store, [ranked.layout], "guided", "mean")
+        job = Job(
+            ranked.spec, models.profile(context.dry_run), context.device, store, [ranked.layout], "guided", "mean"
+        )
     cell = next(cell for cell in job.cells if cell.batches == "decode")
     liked, drawn = (DRY_RUN_LIKED, DRY_RUN_DRAWN) if context.dry_run else (LIKED, DRAWN)
     first = promising(context, ranked.spec, cell)[:liked]
@@ -83,8 +86,9 @@ def add_cases(context: Context, cases: Cases) -> None:
 
 def compile_slice(context: Context, ranked: Ranked, number: int) -> Row:
     """Compiles every n-th variant of a case as it will be run, and keeps what the compiler told."""
-    from pagegen.db import open_db
     from pagegen_autotune import known
+
+    from pagegen.db import open_db
 
     loads = inputs.check_workloads(ranked.spec, ranked.layout)
     checks = [inputs.check_batch(ranked.spec, ranked.layout, load, context.on, i) for i, load in enumerate(loads)]
@@ -105,7 +109,11 @@ def compile_slice(context: Context, ranked: Ranked, number: int) -> Row:
             continue
         told.append(
             known.compile_facts(
-                ranked.spec, ranked.layout, variant, context.target, decode=True,
+                ranked.spec,
+                ranked.layout,
+                variant,
+                context.target,
+                decode=True,
                 code_hash=targets.code_hash(context.target),
             )  # fmt: skip
         )
@@ -119,7 +127,7 @@ def measure(context: Context, ranked: Ranked) -> Row:
     """The measured and the predicted order on each batch."""
     profile = models.profile(context.dry_run)
     bench = KernelBench(ranked.spec, context.target, context.device, profile, seed=0)
-    found = []
+    found: list[Row] = []
     sound: dict[Variant, None] = {}
     failed = {}
     for variant in variants(ranked, context):
@@ -182,9 +190,7 @@ def _by_code(context: Context, ranked: Ranked, workload: Workload, sound: Sequen
     facts = {known.variant: known for known in told if known.form == "decode"}
     if not all(variant in facts for variant in sound):
         return None
-    return [
-        costs.predict_us(ranked.spec, ranked.layout, v, context.device, workload, facts=facts[v]) for v in sound
-    ]
+    return [costs.predict_us(ranked.spec, ranked.layout, v, context.device, workload, facts=facts[v]) for v in sound]
 
 
 # ---- comparing orders ----------------------------------------------------------------------------------------------
@@ -195,7 +201,11 @@ def agreement(predicted: Sequence[float], measured: Sequence[float]) -> Row:
     and Spearman's rank correlation (None for fewer than three, or where all are equal)."""
     top = sorted(range(len(predicted)), key=lambda i: predicted[i])[:TOP]
     loss = min(measured[i] for i in top) / min(measured) - 1
-    return {"top_loss": round(loss, 4), "top_holds_winner": loss <= NEAR, "rank_correlation": spearman(predicted, measured)}
+    return {
+        "top_loss": round(loss, 4),
+        "top_holds_winner": loss <= NEAR,
+        "rank_correlation": spearman(predicted, measured),
+    }
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:

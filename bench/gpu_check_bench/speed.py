@@ -136,4 +136,3 @@ def cell_fields(cell: Cell) -> Row:
 
 def _rate(cell: Cell, us: float) -> Row:
     return {"gb_s": round(cell.bytes / us / 1e3, 1)}
-

@@ -59,8 +59,8 @@ class Worker:
 
 class Supervisor:
     """Runs `parts` within `budget_s` and fills `document`. `side` processes share the cases of parts that time nothing.
-    `folder` holds the logs and the trials, `path` is what workers import from, `program` what they run, `records` a file
-    of earlier trials to add to."""
+    `folder` holds the logs and the trials, `path` is what workers import from, `program` what they run, `records` a
+    file of earlier trials to add to."""
 
     def __init__(
         self, parts: Sequence[Part], document: Document, *, budget_s: float, dry_run: bool, folder: Path, side: int,

@@ -122,9 +122,7 @@ def _all(calls: Sequence[Call]) -> None:
         call()
 
 
-def interleave(
-    runners: Mapping[str, Runner], rounds: int, left_s: Callable[[], float]
-) -> dict[str, list[float]]:
+def interleave(runners: Mapping[str, Runner], rounds: int, left_s: Callable[[], float]) -> dict[str, list[float]]:
     """Rounds of one sample each, begun by another contender every time; fewer where time runs out, one at least."""
     names = list(runners)
     found: dict[str, list[float]] = {name: [] for name in names}

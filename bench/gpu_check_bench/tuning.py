@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 
+from pagegen_autotune import Report, tune
+
 from gpu_check_bench import models
 from gpu_check_bench.context import Context
 from gpu_check_bench.worker import Cases, Row
-from pagegen_autotune import Report, tune
 
 # Of the part's time: the first model's bf16 cache, what the aims are about, gets as much as two others. A run may end
 # a little late: it measures the defaults whatever its budget is.

@@ -9,7 +9,7 @@ from pagegen_autotune import inputs
 from pagegen_autotune.job import Job
 from pagegen_autotune.measure import classify, compare
 
-from gpu_check_bench import models, ranking
+from gpu_check_bench import models, published, ranking
 from gpu_check_bench.context import Context
 from gpu_check_bench.worker import Cases, Row
 from pagegen import targets
@@ -27,6 +27,8 @@ def add_cases(context: Context, cases: Cases) -> None:
             for batches in ("decode", "mixed"):
                 run = functools.partial(shortlist, context, spec, CacheLayout(block_size=size), batches)
                 cases.add(f"{name}, blocks of {size}, {batches}", run)
+    for name, row in published.kernels(context).items():
+        cases.add(f"published: {name}", functools.partial(published.first_call, context, row))
     for ranked in ranking.chosen(context.dry_run):
         for number in range(ranking.SLICES):
             run = functools.partial(ranking.compile_slice, context, ranked, number)

@@ -40,7 +40,7 @@ class Prepared:
 
 
 class Peer(Protocol):
-    """`few`: it compiles for every shape, and is measured on the first cells only."""
+    """`few`: it compiles for every shape, and is measured on one cell only, after all others."""
 
     @property
     def name(self) -> str: ...
@@ -276,7 +276,7 @@ class FlexPaged:
         size, (k, v) = given.block_size, given.caches[0]
         pages = given.block_table.numel()
         paged = PagedAttention(pages, size, cell.batch, device=str(on))
-        paged.empty_pages = given.block_table.flatten().flip(0).tolist()  # popped from the end: the same pages
+        paged.empty_pages = given.block_table.flip(0).flatten().tolist()  # taken from the end: the same pages
         for b in range(cell.batch):
             paged.reserve(torch.tensor(b, device=on), torch.tensor(cell.context, device=on))
         # [1, Hkv, slots, D], as it wants a cache

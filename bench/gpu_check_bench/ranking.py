@@ -29,6 +29,7 @@ LIKED, DRAWN = 9, 9
 DRY_RUN_LIKED, DRY_RUN_DRAWN = 3, 2
 TOP = 5
 NEAR = 0.05  # the winner, or as good
+LOOKED_AT, FAR = 60, 4.0  # of the space, and how far behind the best predicted a drawn variant may be
 ROUNDS = 7
 CASES = (("llama-3.1-8b bf16", 16), ("llama-3.1-8b fp8", 64))
 BATCHES = ((64, 4096), (1, 8192), (16, 1024))
@@ -68,7 +69,15 @@ def variants(ranked: Ranked, context: Context) -> tuple[Variant, ...]:
     liked, drawn = (DRY_RUN_LIKED, DRY_RUN_DRAWN) if context.dry_run else (LIKED, DRAWN)
     first = promising(context, ranked.spec, cell)[:liked]
     rest = [variant for variant in cell.space.points() if variant not in first]
-    return (*first, *random.Random(0).sample(rest, min(drawn, len(rest))))
+    some = random.Random(0).sample(rest, min(LOOKED_AT, len(rest)))
+    load = ranked.workloads(context.dry_run)[0]
+
+    def us(variant: Variant) -> float:
+        return costs.predict_us(ranked.spec, ranked.layout, variant, context.device, load)
+
+    # some of the rest would take a minute to compile: tiles that registers do not hold
+    limit = FAR * min(map(us, first))
+    return (*first, *[variant for variant in some if us(variant) <= limit][:drawn])
 
 
 def promising(context: Context, spec: AttentionSpec, cell: Cell) -> list[Variant]:

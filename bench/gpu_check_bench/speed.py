@@ -18,7 +18,6 @@ ROUNDS = 11
 LLAMA = ((64, 4096), (8, 16384), (32, 8192), (1, 4096), (128, 1024))
 SMOLLM = ((64, 2048), (1, 2048))
 OUR_BLOCKS = (16, 64)
-FEW = 1  # cells on which what compiles for every shape is measured
 FIRST_CELL = (4, 1024)  # the first call of each peer: what it compiles is no part of a cell's time
 
 
@@ -28,8 +27,12 @@ def add_cases(context: Context, cases: Cases) -> None:
     theirs = peers.others(dry_run=context.dry_run)
     for peer in theirs:
         cases.add(f"peer: {peer.name}", functools.partial(first_call, context, peer, chosen[0]))
-    for number, cell in enumerate(chosen):
-        cases.add(cell.name, functools.partial(measure, context, cell, theirs, number))
+    usual = [peer for peer in theirs if not peer.few]
+    for cell in chosen:
+        cases.add(cell.name, functools.partial(measure, context, cell, usual))
+    for peer in theirs:  # last, since compiling may take all the time that is left
+        if peer.few:
+            cases.add(f"{chosen[0].name}: {peer.name}", functools.partial(measure, context, chosen[0], [peer]))
 
 
 def cells(dry_run: bool) -> list[Cell]:
@@ -62,7 +65,7 @@ def first_call(context: Context, peer: Peer, like: Cell) -> Row:
     return row
 
 
-def measure(context: Context, cell: Cell, theirs: Sequence[Peer], number: int) -> Row:
+def measure(context: Context, cell: Cell, theirs: Sequence[Peer]) -> Row:
     """One cell: everything that is here and right, in rounds."""
     left_out: dict[str, str] = {}
     runners: dict[str, Runner] = {}
@@ -70,7 +73,7 @@ def measure(context: Context, cell: Cell, theirs: Sequence[Peer], number: int) -
     pools: dict[int, Operands] = {}
     sizes = models.block_sizes(True) if context.dry_run else OUR_BLOCKS
     for peer in [*peers.ours(sizes), *theirs]:
-        why = _left_out(context, peer, number)
+        why = _left_out(context, peer)
         if why is None:
             try:
                 prepared = _prepared(context, cell, peer, pools)
@@ -100,7 +103,7 @@ def measure(context: Context, cell: Cell, theirs: Sequence[Peer], number: int) -
     return row
 
 
-def _left_out(context: Context, peer: Peer, number: int) -> str | None:
+def _left_out(context: Context, peer: Peer) -> str | None:
     """Why a peer is not tried on a cell."""
     if isinstance(peer, peers.Pagegen):
         return None
@@ -109,8 +112,6 @@ def _left_out(context: Context, peer: Peer, number: int) -> str | None:
         return f"absent: {why}"
     if ("speed", f"peer: {peer.name}") in context.failed:
         return "its first call failed"
-    if peer.few and number >= FEW:
-        return "compiles for every shape: measured on the first cell"
     return "no time" if context.left_s() <= 0 else None
 
 

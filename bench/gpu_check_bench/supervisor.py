@@ -33,6 +33,9 @@ GRACE_S = 15.0
 # Before the end of all: to write, and to end processes.
 ENDING_S = 3.0
 MAX_RESTARTS = 12
+# Kept for the part that writes the trials down, a process's start included, whatever happened before.
+RECORDS, RECORDS_S = "records", 15.0
+CORES = len(os.sched_getaffinity(0))
 # A worker's exit status after an error that would fail every later case too, and a row that says so.
 STUCK = 70
 LOG_LINES, LOG_CHARACTERS = 4, 500
@@ -118,11 +121,16 @@ class Supervisor:
         for number in range(shards):
             self._begin(names, (number, shards), share_after)
         while self._workers:
-            limit = min(self.end, *(worker.until + self.grace_s for worker in self._workers), self.clock() + 1.0)
+            limit = min(self.clock() + 1.0, *map(self._limit, self._workers))
             for key, _ in self._selector.select(max(0.0, limit - self.clock())):
                 self._read(key.data)
-            for worker in [w for w in self._workers if self.clock() >= min(self.end, w.until + self.grace_s)]:
+            for worker in [w for w in self._workers if self.clock() >= self._limit(w)]:
                 self._overrun(worker)
+
+    def _limit(self, worker: Worker) -> float:
+        """When a worker is ended, whatever it does."""
+        kept = RECORDS_S if self.parts[-1].name == RECORDS and worker.part != RECORDS else 0.0
+        return min(self.end - kept, worker.until + self.grace_s)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -136,7 +144,7 @@ class Supervisor:
             process = subprocess.Popen(
                 [sys.executable, "-c", self.program.format(path=self.path, descriptor=its)],
                 stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=[its], start_new_session=True, text=True,
-                env=self.environment,
+                env={**self.environment, "OMP_NUM_THREADS": str(max(1, CORES // shard[1]))},
             )  # fmt: skip
         os.close(its)
         os.set_blocking(ours, False)
@@ -216,7 +224,7 @@ class Supervisor:
     def _overrun(self, worker: Worker) -> None:
         """A worker's part is over, grace included, and a case still runs."""
         self._end(worker)
-        over = "the time of the whole check" if self.clock() >= self.end else "its part's time"
+        over = "its part's time" if self.clock() >= worker.until + self.grace_s else "the time of the whole check"
         if worker.case:
             self.document.add(worker.part, worker.case, {"error": f"cut: it ran past {over}"}, 0.0)
             self.say(f"          {worker.part}: {worker.case} ran past {over}")

@@ -77,7 +77,7 @@ def case_name(row: dict[str, Any]) -> str:
 
 def kernels(context: Context) -> dict[str, dict[str, Any]]:
     """By name, a shape of each geometry and dtype: what has to be compiled before `measure` counts."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for row in [] if context.dry_run else in_turns(rows_for(context.device.name)):
         _, _, name = case_name(row).partition(", ")
         found.setdefault(name, row)

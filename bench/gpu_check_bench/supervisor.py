@@ -129,7 +129,7 @@ class Supervisor:
 
     def _limit(self, worker: Worker) -> float:
         """When a worker is ended, whatever it does."""
-        kept = RECORDS_S if self.parts[-1].name == RECORDS and worker.part != RECORDS else 0.0
+        kept = RECORDS_S if self.parts[-1].name == RECORDS and worker.parts != [RECORDS] else 0.0
         return min(self.end - kept, worker.until + self.grace_s)
 
     # --- processes ---------------------------------------------------------------------------------------------------

@@ -699,9 +699,9 @@ def test_the_document_is_whole_at_every_moment(tmp_path):
 
 
 def test_time_is_kept_for_writing_the_trials_down(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "RECORDS_S", 2.0)
+    monkeypatch.setattr(supervisor, "RECORDS_S", 4.0)
     run, document = supervised(
-        tmp_path, ["a", "records"], {"a": {"1": "hang"}, "records": {"export": ""}}, budget_s=supervisor.ENDING_S + 3.0
+        tmp_path, ["a", "records"], {"a": {"1": "hang"}, "records": {"export": ""}}, budget_s=supervisor.ENDING_S + 6.0
     )
     run.run()
     assert [row["case"] for row in document.rows] == ["1", "export"]

@@ -131,7 +131,8 @@ def _folder(chosen: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dry-run", action="store_true", help="the same paths on the CPU, with small sizes")
     made.add_argument("--budget", type=_seconds, help=f"seconds in all (default {BUDGET_S:.0f})")
@@ -139,6 +140,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--site", action="append", default=[], metavar="DIR", help="a folder of packages missing here")
     made.add_argument("--output", type=Path, metavar="DIR", help="for the JSON and the records")
     made.add_argument("--work", type=Path, metavar="DIR", help="keeps logs and trials here")
+    return made
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    made = parser()
     options = made.parse_args(arguments)
     if options.budget is None:
         options.budget = DRY_RUN_BUDGET_S if options.dry_run else BUDGET_S

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -101,6 +102,19 @@ def test_packages_of_a_site_folder_are_found_but_those_that_are_here_come_first(
     monkeypatch.setattr(needed, "GPU", ())
     assert gpu_check.main(["--site", str(tmp_path)]) == 2  # found, but there is no GPU
     assert asked[0][-1] == str(tmp_path)
+
+
+def test_the_page_names_the_parts_the_options_and_the_line_that_brings_packages():
+    page = (ROOT / "docs" / "gpu-check.md").read_text(encoding="utf-8")
+    parted = page.split("## What it does")[1]
+    assert re.findall(r"^\| (\w+) \| ", parted, re.MULTILINE)[1:] == [part.name for part in PARTS]
+    offered = {option for action in gpu_check.parser()._actions for option in action.option_strings}
+    named = re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)
+    assert named and set(named) | {"--site", "--help", "-h"} == offered
+    lacking = ("libcst", "sqlalchemy", "alembic", "platformdirs")
+    assert needed.PREPARE.format(folder=needed.FOLDER, version="3.12", names=" ".join(lacking)) in page
+    declared = re.search(r"\ndependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]
+    assert {*needed.RUNTIME, *needed.OWN} == set(re.findall(r'"([a-z]+)>', declared))
 
 
 # ---- parts, workers, overruns --------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from gpu_check_bench.document import Document, stamp
 from gpu_check_bench.parts import BY_NAME, PARTS, Part
 from gpu_check_bench.supervisor import FOLDERS, ROOT, Supervisor
 
-BUDGET_S, DRY_RUN_BUDGET_S, LEAST_BUDGET_S = 480.0, 120.0, 10.0
+BUDGET_S, DRY_RUN_BUDGET_S, LEAST_BUDGET_S = 480.0, 240.0, 10.0
 RESULTS = ROOT / "bench" / "results" / "gpu"
 RECORDS = ROOT / "cache_db" / "records"
 MAX_SIDE = 14  # processes that check kernels side by side, half a GiB of device memory each

@@ -129,8 +129,11 @@ class Supervisor:
 
     def _limit(self, worker: Worker) -> float:
         """When a worker is ended, whatever it does."""
-        kept = RECORDS_S if self.parts[-1].name == RECORDS and worker.parts != [RECORDS] else 0.0
-        return min(self.end - kept, worker.until + self.grace_s)
+        return min(self._end_of(worker.parts), worker.until + self.grace_s)
+
+    def _end_of(self, names: Sequence[str]) -> float:
+        """When the parts must have ended."""
+        return self.end - (RECORDS_S if self.parts[-1].name == RECORDS and names != [RECORDS] else 0.0)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -152,7 +155,7 @@ class Supervisor:
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, worker)
         asked = {
-            "parts": list(names), "share_after": share_after, "end": self.end, "shard": list(shard),
+            "parts": list(names), "share_after": share_after, "ends": [self._end_of([name]) for name in names], "shard": list(shard),
             "dry_run": self.dry_run, "folder": str(self.folder),
             "done": [list(pair) for pair in sorted(self.document.done())],
             "failed": [list(pair) for pair in sorted(self.document.failed())], "records": self.records,
@@ -230,7 +233,10 @@ class Supervisor:
             self.say(f"          {worker.part}: {worker.case} ran past {over}")
         if worker.part:
             self.document.cut(worker.part, [])
-        self._again(worker, [name for name in worker.parts if name != worker.part])
+        left = [name for name in worker.parts if name != worker.part]
+        if self.clock() >= self._end_of(left):
+            left = [name for name in left if name == RECORDS]
+        self._again(worker, left)
 
     def _again(self, worker: Worker, names: Sequence[str]) -> None:
         """Another process for what a lost one had left."""
@@ -238,8 +244,6 @@ class Supervisor:
             self.restarts += 1
             self._begin(names, worker.shard, worker.share_after)
         elif names:
-            for name in names:
-                self.document.cut(name, [])
             self.say(f"          {MAX_RESTARTS} processes were lost: no more are started")
 
     def _end(self, worker: Worker) -> None:

@@ -37,9 +37,9 @@ class Cases:
 
 
 def run(asked: Row, emit: Callable[[Row], None], now: Callable[[], float] = time.monotonic) -> int:
-    """Runs the parts that are asked for; returns the exit status. `asked` holds: parts (names), share_after (of the
-    parts that come after them), end (on the clock `now`), shard (number, of), done and failed ([part, case] that ran
-    before, and of those the ones that failed), dry_run, folder, records."""
+    """Runs the parts that are asked for; returns the exit status. `asked` holds: parts (names), ends (when each must have
+    ended, on the clock `now`), share_after (of the parts that come after them), shard (number, of), done and failed
+    ([part, case] that ran before, and of those the ones that failed), dry_run, folder, records."""
     from gpu_check_bench.context import Context
 
     done = {(part, case) for part, case in asked["done"]}
@@ -48,7 +48,7 @@ def run(asked: Row, emit: Callable[[Row], None], now: Callable[[], float] = time
     for number, name in enumerate(asked["parts"]):
         later = sum(BY_NAME[other].share for other in asked["parts"][number + 1 :]) + asked["share_after"]
         start, share = now(), BY_NAME[name].share
-        context.until = start + max(0.0, asked["end"] - start) * share / (share + later)
+        context.until = start + max(0.0, asked["ends"][number] - start) * share / (share + later)
         emit({"event": "part", "part": name, "until": context.until})
         cases = Cases()
         try:

@@ -272,7 +272,7 @@ def run_worker(monkeypatch, modules, *, end, clock, **asked):
         monkeypatch.setitem(sys.modules, f"gpu_check_bench.{name}", types.SimpleNamespace(add_cases=add_cases))
     events = []
     given = {
-        "parts": list(modules), "share_after": 0.0, "end": end, "shard": [0, 1], "dry_run": True, "folder": "/",
+        "parts": list(modules), "share_after": 0.0, "ends": [end] * len(modules), "shard": [0, 1], "dry_run": True, "folder": "/",
         "done": [], "failed": [], "records": "", **asked,
     }  # fmt: skip
     status = worker.run(given, events.append, lambda: clock[0])
@@ -715,8 +715,10 @@ def test_the_document_is_whole_at_every_moment(tmp_path):
 def test_time_is_kept_for_writing_the_trials_down(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "RECORDS_S", 4.0)
     run, document = supervised(
-        tmp_path, ["a", "records"], {"a": {"1": "hang"}, "records": {"export": ""}}, budget_s=supervisor.ENDING_S + 6.0
-    )
+        tmp_path, ["a", "b", "records"], {"a": {"1": "hang"}, "b": {"2": ""}, "records": {"export": ""}},
+        budget_s=supervisor.ENDING_S + 6.0,
+    )  # fmt: skip
     run.run()
+    assert run.restarts == 1
     assert [row["case"] for row in document.rows] == ["1", "export"]
-    assert states(document) == {"a": CUT, "records": DONE}
+    assert states(document) == {"a": CUT, "b": NOT_RUN, "records": DONE}

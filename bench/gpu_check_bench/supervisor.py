@@ -6,6 +6,7 @@ Nothing here imports torch: a device that hangs or a kernel that aborts costs th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -107,15 +108,10 @@ class Supervisor:
             self.document.write()
 
     def _groups(self) -> list[tuple[list[str], int]]:
-        """Neighbouring parts that share processes: (names, processes)."""
-        found: list[tuple[list[str], int]] = []
-        for part in self.parts:
-            shards = self.side if part.side_by_side else 1
-            if found and found[-1][1] == shards:
-                found[-1][0].append(part.name)
-            else:
-                found.append(([part.name], shards))
-        return found
+        """Neighbouring parts that share processes: (names, processes). What runs side by side has processes of its own,
+        be it one, so that the operator plans anew after tuning."""
+        groups = itertools.groupby(self.parts, key=lambda part: part.side_by_side)
+        return [([part.name for part in group], self.side if beside else 1) for beside, group in groups]
 
     def _run_group(self, names: list[str], shards: int, share_after: float) -> None:
         for number in range(shards):
@@ -155,8 +151,8 @@ class Supervisor:
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, worker)
         asked = {
-            "parts": list(names), "share_after": share_after, "ends": [self._end_of([name]) for name in names], "shard": list(shard),
-            "dry_run": self.dry_run, "folder": str(self.folder),
+            "parts": list(names), "ends": [self._end_of([name]) for name in names], "share_after": share_after,
+            "shard": list(shard), "dry_run": self.dry_run, "folder": str(self.folder),
             "done": [list(pair) for pair in sorted(self.document.done())],
             "failed": [list(pair) for pair in sorted(self.document.failed())], "records": self.records,
         }  # fmt: skip

@@ -272,7 +272,8 @@ def run_worker(monkeypatch, modules, *, end, clock, **asked):
         monkeypatch.setitem(sys.modules, f"gpu_check_bench.{name}", types.SimpleNamespace(add_cases=add_cases))
     events = []
     given = {
-        "parts": list(modules), "share_after": 0.0, "ends": [end] * len(modules), "shard": [0, 1], "dry_run": True, "folder": "/",
+        "parts": list(modules), "ends": [end] * len(modules), "share_after": 0.0, "shard": [0, 1], "dry_run": True,
+        "folder": "/",
         "done": [], "failed": [], "records": "", **asked,
     }  # fmt: skip
     status = worker.run(given, events.append, lambda: clock[0])

@@ -38,8 +38,8 @@ class Cases:
 
 def run(asked: Row, emit: Callable[[Row], None], now: Callable[[], float] = time.monotonic) -> int:
     """Runs the parts that are asked for; returns the exit status. `asked` holds: parts (names), ends (when each must
-    have ended, on the clock `now`), share_after (of the parts that come after them), shard (number, of), done and failed
-    ([part, case] that ran before, and of those the ones that failed), dry_run, folder, records."""
+    have ended, on the clock `now`), share_after (of the parts that come after them), shard (number, of), done and
+    failed ([part, case] that ran before, and of those the ones that failed), dry_run, folder, records."""
     from gpu_check_bench.context import Context
 
     done = {(part, case) for part, case in asked["done"]}

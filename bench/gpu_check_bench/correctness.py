@@ -21,6 +21,7 @@ from torch import Tensor
 
 import pagegen
 from gpu_check_bench.context import Context
+from gpu_check_bench.needed import missing
 from gpu_check_bench.worker import Cases, Row
 from pagegen import costs
 from pagegen.modifiers import captured_tensors
@@ -176,6 +177,9 @@ def _differing(here: Tensor, there: Tensor) -> int:
 
 def pytest_run(context: Context) -> Row:
     """tests/gpu in a process of its own, as far as the time goes."""
+    lacking = missing(("pytest", "hypothesis"))
+    if lacking:
+        return {"skipped": f"not installed: {', '.join(lacking)}"}
     root = Path(pagegen.__file__).parents[1]
     limit = max(5.0, min(PYTEST_LIMIT_S, context.left_s()))
     arguments = [str(root / "tests" / "gpu"), "-v", "-p", "no:cacheprovider"]

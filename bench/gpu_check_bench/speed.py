@@ -18,6 +18,7 @@ ROUNDS = 11
 LLAMA = ((64, 4096), (8, 16384), (32, 8192), (1, 4096), (128, 1024))
 SMOLLM = ((64, 2048), (1, 2048))
 OUR_BLOCKS = (16, 64)
+FIRST_CALL_S = 45.0
 FIRST_CELL = (4, 1024)  # the first call of each peer: what it compiles is no part of a cell's time
 
 
@@ -26,7 +27,8 @@ def add_cases(context: Context, cases: Cases) -> None:
     chosen = cells(context.dry_run)
     theirs = peers.others(dry_run=context.dry_run)
     for peer in theirs:
-        cases.add(f"peer: {peer.name}", functools.partial(first_call, context, peer, chosen[0]))
+        first = functools.partial(first_call, context, peer, chosen[0])
+        cases.add(f"peer: {peer.name}", first, limit_s=FIRST_CALL_S)
     usual = [peer for peer in theirs if not peer.few]
     for cell in chosen:
         cases.add(cell.name, functools.partial(measure, context, cell, usual))

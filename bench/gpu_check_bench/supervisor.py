@@ -55,6 +55,7 @@ class Worker:
     part: str = ""
     case: str = ""
     until: float = math.inf
+    case_until: float = math.inf
     unread: bytes = b""
 
     def __hash__(self) -> int:
@@ -125,7 +126,7 @@ class Supervisor:
 
     def _limit(self, worker: Worker) -> float:
         """When a worker is ended, whatever it does."""
-        return min(self._end_of(worker.parts), worker.until + self.grace_s)
+        return min(self._end_of(worker.parts), worker.until + self.grace_s, worker.case_until)
 
     def _end_of(self, names: Sequence[str]) -> float:
         """When the parts must have ended."""
@@ -183,9 +184,10 @@ class Supervisor:
             self.document.began(worker.part)
             self.say(f"{self.clock() - self.start:6.1f} s  {worker.part}")
         elif kind == "begin":
-            worker.case = event["case"]
+            worker.case, limit_s = event["case"], event.get("limit_s")
+            worker.case_until = math.inf if limit_s is None else self.clock() + limit_s
         elif kind == "row":
-            worker.case = ""
+            worker.case, worker.case_until = "", math.inf
             self.document.add(event["part"], event["case"], event["row"], event.get("seconds", 0.0))
             if "error" in event["row"]:
                 self.say(f"          {event['part']}: {event['case']}: {event['row']['error']}")
@@ -221,8 +223,13 @@ class Supervisor:
         self._again(worker, worker.parts)
 
     def _overrun(self, worker: Worker) -> None:
-        """A worker's part is over, grace included, and a case still runs."""
+        """The time of a worker's case is over, or that of its part, grace included."""
         self._end(worker)
+        if self.clock() < min(self._end_of(worker.parts), worker.until):
+            self.document.add(worker.part, worker.case, {"error": "cut: it ran past its own time"}, 0.0)
+            self.say(f"          {worker.part}: {worker.case} ran past its own time")
+            self._again(worker, worker.parts)
+            return
         over = "its part's time" if self.clock() >= worker.until + self.grace_s else "the time of the whole check"
         if worker.case:
             self.document.add(worker.part, worker.case, {"error": f"cut: it ran past {over}"}, 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -28,12 +29,13 @@ class Cases:
     """The cases of a part, by name, in the order to run them: the most telling first, since the last may be cut."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[str, Callable[[], Row]]] = []
+        self.found: list[tuple[str, Callable[[], Row], float]] = []
 
-    def add(self, name: str, run: Callable[[], Row]) -> None:
-        if any(name == known for known, _ in self.found):
+    def add(self, name: str, run: Callable[[], Row], *, limit_s: float = math.inf) -> None:
+        """`limit_s`: a case that takes longer is ended with its process, and the part goes on without it."""
+        if any(name == known for known, *_ in self.found):
             raise ValueError(f"a part must name its cases differently, got {name!r} twice")
-        self.found.append((name, run))
+        self.found.append((name, run, limit_s))
 
 
 def run(asked: Row, emit: Callable[[Row], None], now: Callable[[], float] = time.monotonic) -> int:
@@ -64,15 +66,15 @@ def run(asked: Row, emit: Callable[[Row], None], now: Callable[[], float] = time
 
 
 def _run_cases(
-    part: str, cases: list[tuple[str, Callable[[], Row]]], context: Context, emit: Callable[[Row], None],
+    part: str, cases: list[tuple[str, Callable[[], Row], float]], context: Context, emit: Callable[[Row], None],
     now: Callable[[], float],
 ) -> bool:  # fmt: skip
     """Whether the process is of no more use."""
-    for number, (name, case) in enumerate(cases):
+    for number, (name, case, limit_s) in enumerate(cases):
         if now() >= context.until:
-            emit({"event": "cut", "part": part, "left": [left for left, _ in cases[number:]]})
+            emit({"event": "cut", "part": part, "left": [left for left, *_ in cases[number:]]})
             return False
-        emit({"event": "begin", "part": part, "case": name})
+        emit({"event": "begin", "part": part, "case": name, "limit_s": None if math.isinf(limit_s) else limit_s})
         start = now()
         try:
             row = case()

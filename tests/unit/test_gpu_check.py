@@ -140,8 +140,8 @@ for part in asked["parts"]:
             continue
         if act == "die between":
             os._exit(9)
-        tell(event="begin", part=part, case=case)
-        if act == "hang":
+        tell(event="begin", part=part, case=case, limit_s=0.5 if act == "limited" else None)
+        if act in ("hang", "limited"):
             time.sleep(60)
         if act == "abort":
             print("a kernel said something before it died", flush=True); os.abort()
@@ -193,6 +193,14 @@ def test_a_part_that_overruns_is_cut_and_the_next_ones_run(tmp_path):
     assert "its part's time" in errors(document)["2"]
     assert [row["case"] for row in document.rows] == ["1", "2", "4"]
     assert states(document) == {"a": CUT, "b": DONE}
+
+
+def test_a_case_with_a_time_of_its_own_costs_itself_and_its_part_goes_on(tmp_path):
+    run, document = supervised(tmp_path, ["a", "b"], {"a": {"1": "", "2": "limited", "3": ""}, "b": {"4": ""}})
+    run.run()
+    assert [row["case"] for row in document.rows] == ["1", "2", "3", "4"]
+    assert "its own time" in errors(document)["2"]
+    assert states(document) == {"a": DONE, "b": DONE}
 
 
 def test_the_whole_time_ends_everything_and_what_ran_is_in_the_file(tmp_path):

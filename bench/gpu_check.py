@@ -23,13 +23,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cache_bench.document import as_text
 from gpu_check_bench import needed
 from gpu_check_bench.aims import aims, table
 from gpu_check_bench.document import Document, stamp
 from gpu_check_bench.parts import BY_NAME, PARTS, Part
 from gpu_check_bench.supervisor import FOLDERS, ROOT, Supervisor
 
-BUDGET_S, DRY_RUN_BUDGET_S, LEAST_BUDGET_S = 480.0, 240.0, 10.0
+BUDGET_S, DRY_RUN_BUDGET_S, LEAST_BUDGET_S = 480.0, 240.0, 60.0
 RESULTS = ROOT / "bench" / "results" / "gpu"
 RECORDS = ROOT / "cache_db" / "records"
 MAX_SIDE = 14  # processes that check kernels side by side, half a GiB of device memory each
@@ -40,6 +41,10 @@ METHOD = (
     "calls that read different blocks, after a read of several times the last-level cache, in rounds that every "
     "contender takes part in; times are medians, and rates count the bytes of K and V alone."
 )
+
+
+class Unwritable(Exception):
+    """Where the results are to go."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,9 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no GPU that torch can use is here: --dry-run takes the same paths on the CPU", file=sys.stderr)
         return 2
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    with _folder(options.work) as folder:
-        document = _run(options, device, name, folder, path)
-        _keep_records(options, name, folder)
+    try:
+        with _folder(options.work) as folder:
+            document = _run(options, device, name, folder, path)
+            _keep_records(options, name, folder)
+    except Unwritable as error:
+        print(error, file=sys.stderr)
+        return 2
     print(table(document))
     states = {part["state"] for part in document["parts"].values()}
     return int(states != {"done"} or any("error" in row for row in document["rows"]))
@@ -72,6 +81,10 @@ def _run(options: argparse.Namespace, device: str, name: str, folder: Path, path
         "budget_s": options.budget, "packages": needed.versions(("torch", "triton", "numpy", *needed.OWN)),
     }  # fmt: skip
     document = Document(None if output is None else output / f"{name}.json", head, options.parts)
+    try:
+        document.publish()  # a place that cannot be written is told now, not after eight minutes
+    except OSError as error:
+        raise Unwritable(f"argument --output: {document.path} cannot be written: {error.strerror or error}") from error
     supervisor = Supervisor(
         options.parts, document, budget_s=options.budget, dry_run=options.dry_run, folder=folder,
         side=1 if options.dry_run else max(1, min(MAX_SIDE, len(os.sched_getaffinity(0)) - 2)), path=path,
@@ -83,6 +96,9 @@ def _run(options: argparse.Namespace, device: str, name: str, folder: Path, path
         supervisor.run()
     document.aims = aims(document.rows, dry_run=options.dry_run)
     document.write()
+    if document.unwritten:
+        print(f"{document.unwritten}; the whole document follows", file=sys.stderr)
+        print(as_text(document.to_dict()))
     return document.to_dict()
 
 
@@ -115,9 +131,12 @@ def _records_path(options: argparse.Namespace, name: str) -> Path | None:
 def _keep_records(options: argparse.Namespace, name: str, folder: Path) -> None:
     made, kept = folder / "records.jsonl", _records_path(options, name)
     if made.exists() and kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(made, kept)
-        print(f"records: {kept}", file=sys.stderr)
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(made, kept)
+            print(f"records: {kept}", file=sys.stderr)
+        except OSError as error:
+            print(f"{kept} cannot be written: {error.strerror or error}; --work keeps the trials", file=sys.stderr)
 
 
 @contextlib.contextmanager

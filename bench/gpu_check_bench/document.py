@@ -29,6 +29,7 @@ class Document:
         self.aims: list[Row] = []
         self.rows: list[Row] = []
         self.seconds = 0.0
+        self.unwritten = ""
         self.parts: dict[str, Row] = {
             part.name: {"question": part.question, "state": NOT_RUN, "seconds": 0.0, "left": []} for part in parts
         }
@@ -81,14 +82,26 @@ class Document:
         }
 
     def write(self) -> None:
-        """Publishes the document: a reader sees the last one or this one, whole."""
+        """Publishes the document, as far as the disk takes it: the run goes on, and `unwritten` says what failed."""
+        try:
+            self.publish()
+            self.unwritten = ""
+        except OSError as error:
+            self.unwritten = f"{self.path} cannot be written: {error.strerror or error}"
+
+    def publish(self) -> None:
+        """Writes the document: a reader sees the last one or this one, whole. Raises OSError."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(as_text(self.to_dict()))
-        Path(temporary).replace(self.path)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(as_text(self.to_dict()))
+            Path(temporary).replace(self.path)
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise
 
 
 def stamp() -> str:

@@ -81,6 +81,14 @@ def test_wrong_arguments_are_refused_before_anything_runs(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_written_is_told_before_anything_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(Supervisor, "run", lambda self: pytest.fail("nothing may run"))
+    assert gpu_check.main(["--dry-run", "--output", str(tmp_path / "file")]) == 2
+    assert "argument --output" in capsys.readouterr().err
+
+
 def test_what_is_missing_is_named_at_once_with_the_lines_that_bring_it(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(needed, "missing", lambda names: [n for n in names if n in ("libcst", "alembic", "triton")])
@@ -719,6 +727,24 @@ def test_the_document_is_whole_at_every_moment(tmp_path):
     reader.join()
     assert seen and seen == sorted(seen)
     assert [file.name for file in tmp_path.iterdir()] == ["document.json"]
+
+
+def test_a_disk_that_is_full_loses_no_row(tmp_path, monkeypatch):
+    document = Document(tmp_path / "document.json", {"device": "x"}, parts("a"))
+    document.add("a", "1", {}, 0.0)
+
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    document.add("a", "2", {}, 0.0)
+    assert "No space left on device" in document.unwritten
+    assert [row["case"] for row in document.rows] == ["1", "2"]
+    assert [row["case"] for row in json.loads((tmp_path / "document.json").read_text())["rows"]] == ["1"]
+    assert [file.name for file in tmp_path.iterdir()] == ["document.json"]
+    monkeypatch.undo()
+    document.add("a", "3", {}, 0.0)
+    assert not document.unwritten
 
 
 def test_time_is_kept_for_writing_the_trials_down(tmp_path, monkeypatch):

@@ -564,30 +564,54 @@ def test_flashinfer_is_planned_once_from_the_same_blocks(monkeypatch):
     assert given.error(prepared.result()) < TOLERANCE and Wrapper.plans == 1
 
 
-def test_the_one_variant_kernel_compiles_for_sm_90():
-    pytest.importorskip("triton")
-    program = f"""
+LAUNCHES = """
 import sys
-sys.path.insert(0, {str(BENCH)!r})
-from gpu_check_bench import fixed_splits as f
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-names = f.attend_part.arg_names
-fixed = dict(HEADS=32, KV_HEADS=8, DIM=128, BLOCK=16, SPLITS=8, TILE=64, ROWS=16, WINDOW=0, UPCAST=False)
-types = {{"q_ptr": "*bf16", "table_ptr": "*i32", "lens_ptr": "*i32", "part_ptr": "*fp32", "sum_ptr": "*fp32",
-         "scale_log2": "fp32"}}
-for kv in ("*bf16", "*fp8e4nv"):
-    known = {{**types, "k_ptr": kv, "v_ptr": kv}}
-    signature = {{n: "constexpr" if n in fixed else known.get(n, "i32") for n in names}}
-    constants = {{(names.index(n),): v for n, v in fixed.items()}}
-    source = ASTSource(fn=f.attend_part, signature=signature, constexprs=constants)
-    options = dict(num_warps=f.NUM_WARPS, num_stages=f.NUM_STAGES)
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert "cubin" in made.asm
+from dataclasses import replace
+
+sys.path[:0] = {path!r}
+from launching_nowhere import LAUNCHED, become_sm_90
+
+become_sm_90()
+from batches import make_batch
+from features import FEATURES
+from gpu_check_bench import correctness, fixed_splits, operands
+from gpu_check_bench.operands import Cell
+from pagegen.modifiers import captured_tensors
+from pagegen.spec import AttentionSpec, Target
+from pagegen.targets import default_variant, load_attention
+
+for kv_dtype in ("bfloat16", "float8_e4m3fn"):
+    spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype=kv_dtype)
+    given = operands.make(Cell(spec=spec, batch=2, context=100), 16, on="cpu", cold_bytes=1)
+    space = fixed_splits.workspace(given.q)
+    fixed_splits.decode(given.q, *given.caches[0], given.block_table, given.seq_lens, given.out, space, scale=0.1)
+target = Target.parse("sm_90")
+for feature in FEATURES:
+    kinds = getattr(feature, "kinds", ())
+    if "decode" not in kinds or str(target) in feature.absent or sys.argv[1:] not in ([], [feature.name]):
+        continue
+    variant = replace(default_variant(feature.spec, feature.layout, target, decode=True), **feature.changes)
+    captures = [correctness._grown(x) for x in captured_tensors(feature.spec.score_mod, feature.spec.mask_mod)]
+    batch = make_batch(feature.spec, [(37, 1)], block_size=feature.block_size, captures=tuple(captures))
+    load_attention(batch.spec, batch.layout, variant, target)(batch.call())
+print(*LAUNCHED)
 """
+
+
+def test_what_is_launched_binds_specialises_and_compiles_for_sm_90(nightly):
+    """The plain kernel, and a decode kernel that takes a tuple; with --nightly one of every feature."""
+    pytest.importorskip("triton")
+    path = [str(BENCH), str(ROOT), str(ROOT / "autotune"), str(ROOT / "tests" / "kernels")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    only = [] if nightly else ["score function with a captured tensor"]
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES.format(path=path), *only], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr[-800:]
+    launched = done.stdout.split()
+    assert launched[:4] == ["attend_part", "merge_parts"] * 2
+    assert {"paged_attention_kernel", "reduce_kernel"} <= set(launched[4:])
+    assert not nightly or "balanced_attention_kernel" in launched
 
 
 # ---- what a GPU's correctness part needs, as far as a CPU shows it -------------------------------------------------

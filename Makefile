@@ -1,7 +1,7 @@
 # Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
 # PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
 
-.PHONY: demo test check docs format compatibility coverage sweep crashes bench-peers bench results engines clean
+.PHONY: demo test check docs format compatibility coverage gpu-check sweep crashes bench-peers bench results engines clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -40,6 +40,7 @@ check: $(TOOLS)
 	  bench/serving.py bench/serving_bench bench/database.py bench/database_bench bench/cost_model.py bench/cost_model_bench \
 	  bench/tuning.py bench/tuning_bench bench/traces.py bench/host_cost.py bench/scale.py bench/fleet.py bench/fleet_bench \
 	  bench/block_size.py bench/block_size_bench bench/cascade.py bench/results_page.py bench/results_pages docs/hooks.py
+	MYPYPATH=bench:autotune:tests/kernels $(PY) -m mypy bench/gpu_check.py bench/gpu_check_bench
 	@$(MAKE) --no-print-directory docs
 
 # The site, into site/: warnings are errors, and nothing is fetched. 8 s of CPU time. (With --quiet mkdocs does not count
@@ -59,6 +60,10 @@ coverage: $(TOOLS)
 # docs/compatibility.md: the tests that show what works with which host library, and what they found.
 compatibility: $(TOOLS)
 	$(PY) -m pytest -m compat --record-compatibility tests
+
+# What bench/gpu_check.py does on a GPU (docs/gpu-check.md), on the CPU with small sizes: a minute or two, no figures.
+gpu-check: $(TOOLS)
+	$(PY) bench/gpu_check.py --dry-run
 
 # Random specs, layouts, variants and batches against the reference and the templates as they stand; SEED=1 for others.
 SEED ?= 0

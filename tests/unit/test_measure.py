@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from pagegen_autotune import inputs
-from pagegen_autotune.measure import classify, compare
+from pagegen_autotune.measure import KEPT_CHECKS, KernelBench, classify, compare
 from pagegen_autotune.rounds import Rounds, interleave
 
 from pagegen.reference import reference_attention
@@ -53,6 +53,18 @@ def verdicts(kernel, batches):
 
 def test_a_kernel_by_the_definition_passes_both_batches(batches):
     assert verdicts(exact, batches) == [Status.OK, Status.OK]
+
+
+@pytest.mark.parametrize("on", KEPT_CHECKS)
+def test_the_check_batches_of_the_last_layouts_are_kept_as_many_as_the_place_spares(on, monkeypatch):
+    bench = KernelBench.__new__(KernelBench)
+    bench.spec, bench._on, bench._seed, bench._batches = SPEC, on, 0, {}
+    made = []
+    monkeypatch.setattr(inputs, "check_batch", lambda spec, layout, *_: made.append(layout.block_size))
+    for size in [16, 16, 32, *range(40, 40 + KEPT_CHECKS[on] - 1), 32]:
+        bench._checks(CacheLayout(block_size=size))
+    assert made[::2] == [16, 32, *range(40, 40 + KEPT_CHECKS[on] - 1)]
+    assert len(bench._batches) == KEPT_CHECKS[on] and list(bench._batches)[-1].block_size == 32
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from pagegen import AttentionSpec, CacheLayout, Target, open_db, targets
+from pagegen.cli import doctor
 from pagegen.cli.main import main
 from pagegen.codegen import cpp
 from pagegen.selection import shipping
@@ -351,3 +352,15 @@ def test_a_gpu_is_refused_with_what_to_do_instead(tmp_path):
     assert result.exit_code == 2
     assert "TRITON_CACHE_DIR" in result.stderr
     assert not (tmp_path / "a").exists()
+
+
+def test_the_doctor_says_what_is_used_and_why_not(folder, built, monkeypatch):
+    assert doctor._artefacts_lines(doctor.artefacts()) == []
+    monkeypatch.setenv("PAGEGEN_ARTEFACTS", str(folder))
+    found = doctor.artefacts()
+    assert (found["used"], found["manifest_sha256"], found["rules"]) == (True, built.sha256, 1)
+    (line,) = doctor._artefacts_lines(found)
+    assert line[1].startswith(f"{folder} ({len(built.kernels)} kernels by ")
+    folder.chmod(0o777)
+    (line,) = doctor._artefacts_lines(doctor.artefacts())
+    assert line[1].startswith(f"{folder} is not used: {folder} must be writable by you alone")

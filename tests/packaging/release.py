@@ -24,7 +24,9 @@ def build(source: Path, target: Path, epoch: str) -> dict[str, bytes]:
     """The wheel and the sdist of a source folder, by name; `epoch` is the date in them, in seconds since 1970."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(target)]
     env = {**os.environ, "SOURCE_DATE_EPOCH": epoch}
-    subprocess.run(command, cwd=source, env=env, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=source, env=env, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"hatchling failed:\n{done.stderr}")
     return {file.name: file.read_bytes() for file in sorted(target.iterdir())}
 
 

@@ -72,15 +72,16 @@ class Folder:
         finally:
             os.close(fd)
 
-    def write(self, name: str, content: bytes, *, mode: int = FILE_MODE) -> None:
-        """Makes a new file, by default one that nobody else can read. Raises FileExistsError, or OSError for a full
-        disk."""
+    def write(self, name: str, content: bytes, *, mode: int = FILE_MODE, synced: bool = False) -> None:
+        """Makes a new file, by default one that nobody else can read; `synced` waits for the disk. Raises
+        FileExistsError, or OSError for a full disk."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(name, flags, mode, dir_fd=self.fd), "wb") as file:  # noqa: PTH123
             os.fchmod(file.fileno(), mode)  # whatever the umask is
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
 
     def restrict(self, name: str) -> None:
         """Takes a file that another program made with the user's umask from everybody else. Raises OSError."""
@@ -94,7 +95,7 @@ class Folder:
         """Writes a file that appears whole: another process sees the old one, none, or the new one."""
         scratch = f".{name[:100]}.{secrets.token_hex(8)}.tmp"
         try:
-            self.write(scratch, content, mode=mode)
+            self.write(scratch, content, mode=mode, synced=True)
             os.replace(scratch, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)  # noqa: PTH105  relative to a descriptor
         except BaseException:
             with contextlib.suppress(OSError):

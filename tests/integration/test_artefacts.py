@@ -274,6 +274,18 @@ def test_a_folder_of_another_user_is_not_used(folder):
         artefacts.read(folder)
 
 
+@pytest.mark.parametrize("value", [3, b"folder", ["folder"]])
+def test_what_is_no_path_is_a_mistake_of_the_program(value):
+    with pytest.raises(TypeError, match="artefacts must be a folder's path, got"):
+        artefacts.use(value)
+
+
+def test_artefacts_are_of_no_use_to_a_gpu_and_that_is_said(folder, caplog):
+    targets.use_artefacts(folder, Target("cuda", "sm_90"))
+    assert "hold C++ kernels alone: those of sm_90 are compiled here" in caplog.text
+    assert targets.shipped_rule(SPEC, LAYOUT, Target("cuda", "sm_90")) is None
+
+
 def test_a_cpu_that_lacks_an_instruction_of_the_building_one_does_not_load(folder, monkeypatch):
     names = cpu_features.names()
     lost = cpu_features.instructions()[0]

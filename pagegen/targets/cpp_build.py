@@ -137,11 +137,16 @@ def _built(folder: private.Folder, source: str, name: str, machine: tuple[str, .
     except OSError as error:  # NotPrivate too
         why = str(error)
     else:
-        if content[-DIGEST_BYTES:] == _digest(key, content[:-DIGEST_BYTES]):
+        if _is_whole(key, content):
             return file, content[:-DIGEST_BYTES]
         why = f"{folder.path / file} is not what was compiled: cut short, overwritten or of another name"
     log.warning("%s; it is compiled anew", why)
     return file, _compile(folder, source, name, compiler, machine, key)
+
+
+def _is_whole(key: str, content: bytes) -> bool:
+    """Whether a file's content ends in the hash of its name and of what stands before."""
+    return content[-DIGEST_BYTES:] == _digest(key, content[:-DIGEST_BYTES])
 
 
 def _digest(key: str, library: bytes) -> bytes:

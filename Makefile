@@ -1,7 +1,8 @@
 # Everything from a bare machine with Python 3.10-3.13 and a C++20 compiler: `make demo`, `make test`, `make check`.
 # PYTHON=python3.12 chooses the interpreter; another one than last time builds the environment anew.
 
-.PHONY: demo test check docs format compatibility coverage gpu-check sweep crashes bench-peers bench results engines clean
+.PHONY: demo test check docs format compatibility coverage gpu-check sweep crashes bench-peers bench results engines audit release \
+  clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -76,6 +77,19 @@ KILLS ?= 500
 crashes: $(TOOLS)
 	PYTHONPATH=.:autotune:tests/unit:tests/db $(PY) tests/db/crashes.py --kills $(KILLS) --seed $(SEED) --longest-ms 250
 	PYTHONPATH=.:autotune:tests/unit:tests/db $(PY) tests/db/crashes.py --every-write
+
+# Known vulnerabilities of the pinned releases, asked of the package index's advisories: needs the network. --strict: a
+# release that the index says nothing about fails the audit, and does not pass unseen.
+AUDIT := $(VENV)/audit
+audit:
+	@$(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install -qq --disable-pip-version-check pip-audit==2.10.1
+	$(AUDIT)/bin/python -m pip_audit --strict --no-deps --disable-pip --requirement $(CONSTRAINTS)
+
+# The wheel and the sdist of a clean checkout, with SHA256SUMS, in dist/: built twice from two copies of what is
+# committed, and the same bytes both times. See docs/release.md.
+release: $(TOOLS)
+	$(PY) tests/packaging/release.py dist
 
 # What bench/cpu.py and bench/cache.py measure beside pagegen, into .venv-bench (a folder each, 1.1 GB; ggml is compiled,
 # a minute).

@@ -15,6 +15,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("PAGEGEN_CACHE_DIR") or platformdirs.user_cache_dir(APP))
 
 
+def artefacts() -> str:
+    """The folder of kernels that were compiled elsewhere (`PAGEGEN_ARTEFACTS`, see `pagegen build`), or ""."""
+    return os.environ.get("PAGEGEN_ARTEFACTS", "")
+
+
+def artefacts_sha256() -> str:
+    """The sha256 that the manifest of every folder of artefacts must have (`PAGEGEN_ARTEFACTS_SHA256`), or ""."""
+    return os.environ.get("PAGEGEN_ARTEFACTS_SHA256", "")
+
+
 def database_url() -> str:
     """The tuning database (`PAGEGEN_DB`: a path or a URL), by default `own_database`."""
     return os.environ.get("PAGEGEN_DB") or own_database()
@@ -47,8 +57,10 @@ def omp_wait_policy() -> str:
 
 
 def measuring_environment() -> dict[str, str]:
-    """The environment of a process that measures: this one's, and `omp_wait_policy`, which OpenMP reads as it loads."""
-    return {**os.environ, "OMP_WAIT_POLICY": omp_wait_policy()}
+    """The environment of a process that measures: this one's, and `omp_wait_policy`, which OpenMP reads as it loads;
+    without artefacts, since what is measured is what the compiler here makes."""
+    own = {name: value for name, value in os.environ.items() if name != "PAGEGEN_ARTEFACTS"}
+    return {**own, "OMP_WAIT_POLICY": omp_wait_policy()}
 
 
 def keep_ray_quiet() -> None:

@@ -17,7 +17,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("pagegen")
 os.environ["HF_HUB_OFFLINE"] = "1"
-for chosen in ("PAGEGEN_TARGET", "PAGEGEN_CHECK", "PAGEGEN_DB"):
+for chosen in ("PAGEGEN_TARGET", "PAGEGEN_CHECK", "PAGEGEN_DB", "PAGEGEN_ARTEFACTS", "PAGEGEN_ARTEFACTS_SHA256"):
     os.environ.pop(chosen, None)
 
 

@@ -221,11 +221,11 @@ def _show_transfer(report: TransferReport, source: str, as_json: bool) -> None:
     }
     output.show(document, as_json, lambda: f"{report.added} records added, {report.present} there already")
     for note in report.ignored:
-        click.echo(f"kept, and ignored: {note}", err=True)
+        output.note(f"kept, and ignored: {note}")
     for conflict in report.conflicts:
-        click.echo(f"conflict, both kept: {conflict}", err=True)
+        output.note(f"conflict, both kept: {conflict}")
     for problem in report.malformed:
-        click.echo(f"left out: {problem}", err=True)
+        output.note(f"left out: {problem}")
     if report.malformed:
         raise output.Failure(
             f"{len(report.malformed)} records of {source} cannot be read and were left out; the others are in"

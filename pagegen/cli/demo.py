@@ -43,11 +43,11 @@ class _Story:
     @contextmanager
     def step(self, name: str, title: str) -> Iterator[None]:
         """Announces a step on standard error and keeps its time."""
-        click.echo(f"{title} ...", err=True)
+        output.note(f"{title} ...")
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
-        click.echo(f"  {self.seconds[name]:.1f} s", err=True)
+        output.note(f"  {self.seconds[name]:.1f} s")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def _chat(story: _Story, offline: bool) -> _Chat:
         try:
             return _real_chat(story)
         except smollm2.WeightsMissing as error:
-            click.echo(f"{error}\ntaking a small random Llama in their place", err=True)
+            output.note(str(error))
+            output.note("taking a small random Llama in their place")
             why = str(error)
     from pagegen.integrations.tiny_llama import ByteTokenizer, tiny_llama
 

@@ -58,6 +58,7 @@ def examine() -> dict[str, Any]:
         "compiler": attempt(compiler),
         "target": attempt(target),
         "cache": attempt(cache),
+        "artefacts": attempt(artefacts),
         "database": attempt(database),
     }
     document["missing"] = missing(document)
@@ -122,6 +123,22 @@ def cache() -> dict[str, Any]:
         "files": len(files),
         "bytes": sum(path.stat().st_size for path in files),
     }
+
+
+def artefacts() -> dict[str, Any]:
+    """The folder of kernels compiled elsewhere, and why it is not used where it is not."""
+    from pagegen.targets import artefacts as shipped
+
+    folder = settings.artefacts()
+    found: dict[str, Any] = {"path": folder or None, "used": False, "reason": None}
+    if folder:
+        try:
+            read = shipped.read(Path(folder).absolute(), settings.artefacts_sha256())
+        except shipped.Refused as error:
+            return {**found, "reason": str(error)}
+        found |= {"used": True, "kernels": len(read.kernels), "rules": len(read.rules), "manifest_sha256": read.digest}
+        found["compiler"] = read.head.compiler
+    return found
 
 
 def database() -> dict[str, Any]:
@@ -205,7 +222,8 @@ def text(document: dict[str, Any]) -> str:
     lines = [("pagegen", document["pagegen"]), ("python", f"{document['python']} on {document['platform']}")]
     lines += [(name, found or "not installed") for name, found in document["packages"].items()]
     lines += [("compiler", _compiler_line(document["compiler"])), *_target_lines(document["target"])]
-    lines += [("cache", _cache_line(document["cache"])), ("database", _database_line(document["database"]))]
+    lines += [("cache", _cache_line(document["cache"])), *_artefacts_lines(document["artefacts"])]
+    lines += [("database", _database_line(document["database"]))]
     width = max(len(name) for name, _ in lines) + 2
     report = "\n".join(f"{name:<{width}}{fact}" for name, fact in lines)
     rows = [f"  {row['what']}: for {row['needed_for']}\n    {row['how']}" for row in document["missing"]]
@@ -235,6 +253,16 @@ def _cache_line(found: dict[str, Any]) -> str:
         return str(found["error"])
     state = f"{found['files']} files, {found['bytes'] / 2**20:.1f} MiB" if found["exists"] else "not there yet"
     return f"{found['path']} ({state}{'' if found['writable'] else ', not writable'})"
+
+
+def _artefacts_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    if "error" in found:
+        return [("artefacts", found["error"])]
+    if found["path"] is None:
+        return []
+    if not found["used"]:
+        return [("artefacts", f"{found['path']} is not used: {found['reason']}")]
+    return [("artefacts", f"{found['path']} ({found['kernels']} kernels by {found['compiler']})")]
 
 
 def _database_line(found: dict[str, Any]) -> str:

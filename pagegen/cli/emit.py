@@ -57,7 +57,7 @@ def command(
     elif path is None:
         click.echo(source, nl=False)
     else:
-        click.echo(f"{path}: {variant.name} for {target}", err=True)
+        output.note(f"{path}: {variant.name} for {target}")
 
 
 def render(spec: AttentionSpec, layout: CacheLayout, variant: Variant, *, ragged: bool) -> str:

@@ -9,6 +9,7 @@ import click
 import pagegen
 
 COMMANDS = {
+    "build": "pagegen.cli.build",
     "db": "pagegen.cli.db",
     "demo": "pagegen.cli.demo",
     "doctor": "pagegen.cli.doctor",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagegen import costs
+from pagegen.cli import output
 from pagegen.spec import AttentionSpec, Device, Measurement, Profile, Status, Target
 
 if TYPE_CHECKING:
@@ -62,7 +63,16 @@ def gather(db: Database, *, spec: AttentionSpec | None, target: Target | None, l
     report.roofline = _roofline(ok)
     report.history = _history(trials)
     report.devices = _devices(ok)
-    return report
+    return Report(**{name: _plain(value) for name, value in vars(report).items()})
+
+
+def _plain(value: Any) -> Any:
+    """A figure with its texts as a page can have them: names of others may hold what no page, font or XML takes."""
+    if isinstance(value, str):
+        return output.plain(value).replace("\n", " ")
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 def _block_sizes(

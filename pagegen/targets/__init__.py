@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import functools
+import os
 
-from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, Target, TritonVariant, Variant, dtype_name
+from pagegen.spec import (
+    AttentionSpec,
+    CacheLayout,
+    CppVariant,
+    Device,
+    DispatchRule,
+    Target,
+    TritonVariant,
+    Variant,
+    dtype_name,
+)
 from pagegen.spec.dtypes import INT4, INTEGER_RANGES
 from pagegen.targets.cache_call import Copier, Merger, State, Writer
 from pagegen.targets.call import AttentionCall, AttentionKernel
-from pagegen.targets.ready import compiled
+from pagegen.targets.ready import compiled, shipped
 
 __all__ = [
     "AttentionCall",
@@ -21,8 +32,11 @@ __all__ = [
     "current_device",
     "default_variant",
     "load_attention",
+    "shipped",
+    "shipped_rule",
     "state_merger",
     "unsupported",
+    "use_artefacts",
     "warm_up",
     "warm_up_writes",
 ]
@@ -68,6 +82,24 @@ def warm_up_writes(spec: AttentionSpec, layout: CacheLayout, target: Target) -> 
     from pagegen.targets import warm
 
     cache_writer(target)(warm.write(spec, layout, "cuda" if target.is_gpu else "cpu"))
+
+
+def use_artefacts(path: str | os.PathLike[str], target: Target) -> None:
+    """Takes kernels that were compiled elsewhere from a folder, from now on and in this process; where the folder does
+    not fit this machine or its templates, a log line says why, and kernels are compiled. See
+    `pagegen.targets.artefacts`."""
+    from pagegen.targets import artefacts
+
+    artefacts.use(path)
+    if target.kind != "cpu":
+        artefacts.say_once(f"the artefacts in {path} hold C++ kernels alone: those of {target} are compiled here")
+
+
+def shipped_rule(spec: AttentionSpec, layout: CacheLayout, target: Target) -> DispatchRule | None:
+    """The dispatch rule that came with the artefacts in use, or None."""
+    from pagegen.targets import artefacts
+
+    return artefacts.rule(spec, layout.canonical(spec.num_kv_heads), target)
 
 
 def unsupported(spec: AttentionSpec, target: Target) -> str | None:

@@ -1,9 +1,11 @@
 """Compiles generated C++ into a shared library, once for a source, a compiler and a CPU.
 
-Libraries lie in `settings.cache_dir()/cpp` under a name that is a hash of all that decides their content, and
-appear there by one atomic rename: processes may build the same one at once, and none sees half a file. A library
-ends in a hash of itself, which is checked before it is loaded: a file cut short or overwritten would take the process
-down when its missing pages are touched.
+Libraries lie in `settings.cache_dir()/cpp`, a folder of this user alone (`pagegen.private`), under a name that is a
+hash of all that decides their content, and appear there by one atomic rename: processes may build the same one at once,
+and none sees half a file. A library ends in a hash of its name and itself, which is checked before it is loaded: a file
+cut short or overwritten would take the process down when its missing pages are touched, and one of another name would
+compute something else. Where a folder of artefacts holds the library of a source, that is loaded instead
+(`pagegen.targets.artefacts`), and no compiler is needed.
 """
 
 from __future__ import annotations
@@ -12,20 +14,21 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagegen import settings
-from pagegen.targets import cpp_headers, ready
+from pagegen import private, settings
+from pagegen.targets import artefacts, cpp_headers, cpu_features, ready
 from pagegen.targets.errors import CompileError
+
+log = logging.getLogger(__name__)
 
 # -ffp-contract=off: `x * scale - max` must not be fused, see templates/attention.hpp
 # -fwrapv: integers of score and mask functions wrap around, as in torch and Triton; without it overflow is undefined
@@ -34,6 +37,9 @@ FLAGS = ("-O2", "-fpeel-loops", "-std=c++20", "-fopenmp", "-ffp-contract=off", "
 # The instruction set of this CPU. Elsewhere the compiler's default: g++ 12 refuses -march=native on RISC-V.
 NATIVE = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}.get(platform.machine(), ())
 TIMEOUT_S = 120.0
+WORK = ".build-"
+KEY_VERSION = "2"  # of what a library's file holds
+DIGEST_BYTES = 32
 LITTER_S = 3600.0  # after which the folder of a compiler that was killed is removed
 INSTALL = (
     "install a C++20 compiler with OpenMP (Debian, Ubuntu: apt-get install g++; clang++ needs libomp-dev too), "
@@ -57,39 +63,37 @@ def find_compiler() -> Compiler:
 @functools.lru_cache(maxsize=8)
 def _probe(command_line: str) -> Compiler:
     try:
-        command = tuple(shlex.split(command_line))
+        first, *rest = shlex.split(command_line)
+        # it is run in other folders than this one
+        command = (str(Path(first).absolute()) if "/" in first else first, *rest)
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except (OSError, IndexError, ValueError, subprocess.SubprocessError) as error:  # ValueError: an open quotation
         raise CompileError("cpu", "any kernel", f"the compiler {command_line!r} does not run: {INSTALL}") from error
     return Compiler(command, done.stdout.partition("\n")[0])
 
 
-@functools.cache
-def cpu_features() -> tuple[str, ...]:
-    """The instruction-set names that the kernel reports for the first CPU ("avx2"), sorted; () where unknown."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return ()
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
-    return tuple(sorted(set(found[1].split()))) if found else ()
-
-
 def build(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> Path:
-    """The shared library for `source`, compiled unless it is there. `name` is for people, in file names and
+    """The shared library for `source`, compiled unless it is there and whole. `name` is for people, in file names and
     errors; `machine` are the flags that choose the instruction set. Raises CompileError."""
-    compiler = find_compiler()
-    folder = _own_folder(name)
-    library = folder / f"{_key(source, compiler, machine)}.so"
-    if not _is_whole(library):
-        _compile(source, name, compiler, machine, library)
-    return library
+    with _own_folder(name) as folder:
+        return folder.path / _built(folder, source, name, machine)[0]
+
+
+def library_bytes(source: str, name: str) -> bytes:
+    """The shared library for `source` as the compiler made it for this CPU, to be shipped. Raises CompileError."""
+    with _own_folder(name) as folder:
+        return _built(folder, source, name, NATIVE)[1]
 
 
 def path_of(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> Path | None:
     """The library for `source` where it is there and whole, None where it is not. Raises CompileError where nothing
     can be compiled."""
-    library = _own_folder(name) / f"{_key(source, find_compiler(), machine)}.so"
-    return library if _is_whole(library) else None
+    key = _key(source, find_compiler(), machine)
+    with _own_folder(name) as folder:
+        try:
+            return folder.path / f"{key}.so" if _is_whole(key, folder.read(f"{key}.so")) else None
+        except OSError:  # not there, or not this user's alone
+            return None
 
 
 def toolchain() -> str:
@@ -103,23 +107,15 @@ def adopt(file_name: str, content: bytes) -> None:
     content that no library has, and CompileError where it cannot be written."""
     if not re.fullmatch(r"[0-9a-f]{32}\.so", file_name):
         raise ValueError(f"file_name must be that of a compiled library, got {file_name!r}")
-    if hashlib.sha256(content[:-32]).digest() != content[-32:]:
+    if not _is_whole(file_name.removesuffix(".so"), content):
         raise ValueError(f"content must be a whole library, got {len(content)} bytes that do not end in their hash")
-    library = _own_folder(file_name) / file_name
-    if _is_whole(library):
-        return
     try:
-        work = Path(tempfile.mkdtemp(prefix=".build-", dir=library.parent))
-        try:
-            with (work / "kernel.so").open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            (work / "kernel.so").replace(library)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        with _own_folder(file_name) as folder:
+            folder.publish(file_name, content)
     except OSError as error:
-        raise _unwritable(file_name, error) from error
+        raise CompileError(
+            "cpu", file_name, f"the library cannot be written (set PAGEGEN_CACHE_DIR): {error}"
+        ) from error
 
 
 def workers() -> int:
@@ -128,95 +124,112 @@ def workers() -> int:
 
 
 def load(source: str, name: str, *, machine: tuple[str, ...] = NATIVE) -> ctypes.CDLL:
-    """Builds and loads. A library that is not whole (cut short by a full disk, say) is built anew."""
+    """The library for `source`: from artefacts that this process uses, else built and loaded. A library that is not
+    whole (cut short by a full disk, say) is built anew. Raises CompileError."""
     import torch  # noqa: F401  first, so that the library finds torch's OpenMP and shares its threads
 
-    library = build(source, name, machine=machine)
-    try:
-        loaded = ctypes.CDLL(str(library))
-    except OSError as error:
-        raise CompileError("cpu", name, f"the compiled library does not load: {error}") from error
+    if machine == NATIVE:
+        shipped = artefacts.load(source, name)
+        if shipped is not None:
+            return shipped
+    with _own_folder(name) as folder:
+        file, _ = _built(folder, source, name, machine)
+        try:
+            loaded = ctypes.CDLL(folder.place(file))
+        except OSError as error:
+            raise CompileError("cpu", name, f"the compiled library does not load: {error}") from error
     ready.library(name)
     return loaded
 
 
 def _key(source: str, compiler: Compiler, machine: tuple[str, ...]) -> str:
-    parts = (source, *compiler.command, compiler.version, *FLAGS, *machine, platform.machine(), *cpu_features())
+    made_by = (*compiler.command, compiler.version, *FLAGS, *machine)
+    parts = (KEY_VERSION, source, *made_by, platform.machine(), *cpu_features.names())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _own_folder(name: str) -> Path:
+def _own_folder(name: str) -> private.Folder:
     """The folder of compiled libraries, private to this user: what lies there is executed."""
-    folder = settings.cache_dir() / "cpp"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        return private.own_folder(settings.cache_dir() / "cpp")
+    except private.NotPrivate as error:
+        raise CompileError("cpu", name, f"{error}, or set PAGEGEN_CACHE_DIR") from error
     except OSError as error:
         raise CompileError("cpu", name, f"the cache folder cannot be made (set PAGEGEN_CACHE_DIR): {error}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise CompileError("cpu", name, f"{folder} must be writable by you alone, since what lies in it is executed")
-    return folder
 
 
-def _compile(source: str, name: str, compiler: Compiler, machine: tuple[str, ...], library: Path) -> None:
-    _sweep(library.parent)
+def _built(folder: private.Folder, source: str, name: str, machine: tuple[str, ...]) -> tuple[str, bytes]:
+    """The name of the library's file, which is whole, and its content without the hash at its end."""
+    compiler = find_compiler()
+    key = _key(source, compiler, machine)
+    file = f"{key}.so"
     try:
-        work = Path(tempfile.mkdtemp(prefix=".build-", dir=library.parent))
+        content = folder.read(file)
+    except FileNotFoundError:
+        return file, _compile(folder, source, name, compiler, machine, key)
+    except OSError as error:  # NotPrivate too
+        why = str(error)
+    else:
+        if _is_whole(key, content):
+            return file, content[:-DIGEST_BYTES]
+        why = f"{folder.path / file} is not what was compiled: cut short, overwritten or of another name"
+    log.warning("%s; it is compiled anew", why)
+    return file, _compile(folder, source, name, compiler, machine, key)
+
+
+def _is_whole(key: str, content: bytes) -> bool:
+    """Whether a file's content ends in the hash of its name and of what stands before."""
+    return content[-DIGEST_BYTES:] == _digest(key, content[:-DIGEST_BYTES])
+
+
+def _digest(key: str, library: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + library).digest()
+
+
+def _compile(
+    folder: private.Folder, source: str, name: str, compiler: Compiler, machine: tuple[str, ...], key: str
+) -> bytes:
+    """Compiles and publishes a library; returns it without its hash."""
+    try:
+        _sweep(folder)
+        with private.scratch(folder, WORK) as work:
+            work.write("kernel.cpp", source.encode())
+            command = [*compiler.command, *FLAGS, *machine]
+            # names within the working folder: nothing of where it lies is in the library, or can lead elsewhere
+            files = ["-o", "kernel.so", "kernel.cpp"]
+            place = work.place("")
+            headers_key = _key(cpp_headers.TEXT, compiler, machine)
+            headers = cpp_headers.flags(command, compiler.version, folder, headers_key, TIMEOUT_S)
+            done = _run([*command, *headers, *files], name, place)
+            if done.returncode != 0 and headers:  # damaged ones (a full disk) are no fault of the source
+                done = _run([*command, *files], name, place)
+                if done.returncode == 0:
+                    cpp_headers.drop(folder, headers_key)
+            if done.returncode != 0:
+                raise CompileError("cpu", name, explained(done.stderr, compiler))
+            work.restrict("kernel.so")
+            library = work.read("kernel.so")
+        folder.publish(f"{key}.cpp", source.encode())  # beside it, for debuggers and curious people
+        folder.publish(f"{key}.so", library + _digest(key, library))  # a loader ignores what follows the last section
+        return library
     except OSError as error:
-        raise _unwritable(name, error) from error
-    try:
-        text, made = work / "kernel.cpp", work / "kernel.so"
-        text.write_text(source, encoding="utf-8")
-        command = [*compiler.command, *FLAGS, *machine]
-        files = ["-o", str(made), str(text)]
-        key = _key(cpp_headers.TEXT, compiler, machine)
-        headers = cpp_headers.flags(command, compiler.version, library.parent, key, TIMEOUT_S)
-        done = _run([*command, *headers, *files], name)
-        if done.returncode != 0 and headers:  # damaged ones (a full disk) are no fault of the source
-            done = _run([*command, *files], name)
-            if done.returncode == 0:
-                cpp_headers.drop(library.parent, key)
-        if done.returncode != 0:
-            raise CompileError("cpu", name, explained(done.stderr, compiler))
-        digest = hashlib.sha256(made.read_bytes()).digest()
-        with made.open("ab") as written:
-            written.write(digest)  # a loader ignores what stands behind the last section
-            written.flush()
-            os.fsync(written.fileno())
-        text.replace(library.with_suffix(".cpp"))  # beside it, for debuggers and curious people
-        made.replace(library)
-    except OSError as error:
-        raise _unwritable(name, error) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        raise CompileError("cpu", name, f"the library cannot be written (set PAGEGEN_CACHE_DIR): {error}") from error
 
 
-def _run(command: list[str], name: str) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], name: str, folder: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise CompileError("cpu", name, f"the compiler took more than {TIMEOUT_S:.0f} s") from error
 
 
-def _sweep(folder: Path) -> None:
+def _sweep(folder: private.Folder) -> None:
     """Removes what compilers left that were killed."""
-    for work in folder.glob(".build-*"):
-        with contextlib.suppress(OSError):  # another process removes it as well
-            if time.time() - work.stat().st_mtime > LITTER_S:
-                shutil.rmtree(work, ignore_errors=True)
-
-
-def _is_whole(library: Path) -> bool:
-    """Whether the file is there and ends in the hash of what stands before."""
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]
-
-
-def _unwritable(name: str, error: OSError) -> CompileError:
-    return CompileError("cpu", name, f"the library cannot be written (set PAGEGEN_CACHE_DIR): {error}")
+    for work in folder.names():
+        if work.startswith(WORK):
+            with contextlib.suppress(OSError):  # another process removes it as well
+                if folder.age_s(work, time.time()) > LITTER_S:
+                    folder.remove(work)
 
 
 def explained(output: str, compiler: Compiler) -> str:

@@ -1,18 +1,22 @@
 """The system headers of generated C++, compiled once: reading them is half of a kernel's compile time.
 
 g++ reads `<folder>/headers.hpp.gch` (50 MB) in place of `headers.hpp` where it was made by the same compiler with the
-same flags, and the text otherwise, so nothing depends on it. It is made when a process compiles its third kernel: a
+same flags, and the text otherwise, so nothing depends on it. A file beside it holds the hash of both, which each
+process checks once: what is read there becomes part of kernels. It is made when a process compiles its third kernel: a
 tuner goes on to compile dozens, a program that serves one model does not.
 """
 
 from __future__ import annotations
 
-import shutil
+import hashlib
+import logging
 import subprocess
-import tempfile
 import threading
 from collections import Counter
-from pathlib import Path
+
+from pagegen import private
+
+log = logging.getLogger(__name__)
 
 WORTH_IT = 3  # making them takes what one kernel does and saves 0.45 s of each
 NAME = "headers.hpp"
@@ -35,46 +39,72 @@ TEXT = """#include <algorithm>
 #endif
 """
 
-_compiled: Counter[Path] = Counter()  # by this process, for each folder of headers
+DIGEST = "sha256"
+
+_compiled: Counter[str] = Counter()  # by this process, for each folder of headers
+_checked: set[tuple[str, float]] = set()  # folders that this process found whole, and when they were changed
 _making = threading.Lock()
 
 
-def flags(command: list[str], version: str, folder: Path, key: str, timeout_s: float) -> list[str]:
-    """What to add to a compile `command` (a compiler and its flags), or [] where there are no compiled headers. `key`
-    names the compiler, its flags and the CPU; they lie in a folder of that name in `folder`."""
+def flags(command: list[str], version: str, folder: private.Folder, key: str, timeout_s: float) -> list[str]:
+    """What to add to a compile `command` (a compiler and its flags) that runs in a folder of `folder`, or [] where
+    there are no compiled headers. `key` names the compiler, its flags and the CPU; they lie in a folder of that
+    name."""
     if "clang" in version:  # has another mechanism, and reads its headers in 0.4 s
         return []
-    made = folder / f"headers-{key}"
+    name = f"headers-{key}"
     with _making:
-        _compiled[made] += 1
-        there = _are_in(made) or (_compiled[made] >= WORTH_IT and _make(command, made, timeout_s))
-    return ["-include", str(made / NAME)] if there else []
+        _compiled[str(folder.path / name)] += 1
+        there = _are_in(folder, name)
+        if not there and _compiled[str(folder.path / name)] >= WORTH_IT:
+            there = _make(command, folder, name, timeout_s)
+    return ["-include", f"../{name}/{NAME}"] if there else []
 
 
-def _are_in(made: Path) -> bool:
-    return (made / f"{NAME}.gch").exists()
-
-
-def _make(command: list[str], made: Path, timeout_s: float) -> bool:
-    """Compiles the headers into the folder `made`, which appears whole or not at all."""
+def _are_in(folder: private.Folder, name: str) -> bool:
+    """Whether the headers are there and whole; others are removed."""
     try:
-        work = Path(tempfile.mkdtemp(prefix=".build-", dir=made.parent))
-    except OSError:
+        stamp = str(folder.path / name), folder.age_s(name, 0.0)
+        if stamp in _checked:
+            return True
+        with folder.inner(name) as made:
+            whole = made.read(DIGEST, at_most=100) == _digest(made) and made.read(NAME) == TEXT.encode()
+    except FileNotFoundError:
         return False
+    except (OSError, ValueError) as error:
+        log.warning("compiled headers are made anew: %s", error)
+        whole = False
+    else:
+        if not whole:
+            log.warning("compiled headers are made anew: %s is not what was compiled", folder.path / name)
+    if whole:
+        _checked.add(stamp)
+    else:
+        folder.remove(name)
+    return whole
+
+
+def _digest(made: private.Folder) -> bytes:
+    return hashlib.sha256(made.read(f"{NAME}.gch")).hexdigest().encode()
+
+
+def _make(command: list[str], folder: private.Folder, name: str, timeout_s: float) -> bool:
+    """Compiles the headers into the folder `name`, which appears whole or not at all."""
     try:
-        text = work / NAME
-        text.write_text(TEXT, encoding="utf-8")
-        build = [*(flag for flag in command if flag != "-shared"), "-x", "c++-header", str(text), "-o", f"{text}.gch"]
-        if subprocess.run(build, capture_output=True, timeout=timeout_s, check=False).returncode:
-            return False
-        work.rename(made)  # fails where another process was faster: theirs are as good
+        with private.scratch(folder, ".build-") as work:
+            work.write(NAME, TEXT.encode())
+            build = [*(flag for flag in command if flag != "-shared"), "-x", "c++-header", NAME, "-o", f"{NAME}.gch"]
+            done = subprocess.run(build, cwd=work.place(""), capture_output=True, timeout=timeout_s, check=False)
+            if done.returncode:
+                return False
+            work.restrict(f"{NAME}.gch")
+            work.write(DIGEST, _digest(work))
+            folder.rename(work.path.name, name)  # fails where another process was faster: theirs are as good
     except (OSError, subprocess.TimeoutExpired):
-        return _are_in(made)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        return _are_in(folder, name)
     return True
 
 
-def drop(folder: Path, key: str) -> None:
+def drop(folder: private.Folder, key: str) -> None:
     """Forgets headers with which a compilation failed that succeeds without."""
-    shutil.rmtree(folder / f"headers-{key}", ignore_errors=True)
+    folder.remove(f"headers-{key}")

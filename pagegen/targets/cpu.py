@@ -14,7 +14,7 @@ from pagegen.codegen import cpp, traced
 from pagegen.modifiers.closures import MAX_RANK
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant
 from pagegen.spec.dtypes import bytes_per_element
-from pagegen.targets import cpp_build
+from pagegen.targets import artefacts, cpp_build
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.errors import CompileError
 
@@ -184,22 +184,40 @@ def _toolchain() -> tuple[ctypes.CDLL, str] | CompileError:
     machine) shows that the compiler knows C++20 and OpenMP and makes something that loads."""
     try:
         library = cpp_build.load(cpp.render_cache_ops(), "write_kv, copy_blocks and merge_states")
+        version = _maker()
     except CompileError as error:
         return error
     for function in (library.pagegen_write_kv, library.pagegen_copy_blocks, library.pagegen_merge_states):
         function.argtypes = [ctypes.c_char_p]
         function.restype = None
-    return library, cpp_build.find_compiler().version
+    return library, version
+
+
+def _maker() -> str:
+    """The version of the compiler here, or where none runs of the one that made the artefacts in use."""
+    try:
+        return cpp_build.find_compiler().version
+    except CompileError:
+        made_by = artefacts.compiler()
+        if made_by is None:
+            raise
+        return made_by
+
+
+def forget() -> None:
+    """Asks for the compiler and the library of cache operations again when next needed: artefacts came or went."""
+    _toolchain.cache_clear()
 
 
 def compiler() -> str | None:
-    """The version of the C++ compiler that compiles the kernels, or None when none works."""
+    """The version of the C++ compiler that compiles the kernels, or compiled those that were shipped to a machine
+    without one; None when there is neither."""
     toolchain = _toolchain()
     return None if isinstance(toolchain, CompileError) else toolchain[1]
 
 
 def compiler_fault() -> str | None:
-    """Why no C++ compiler works here and what to install, or None when one does."""
+    """Why no C++ compiler works here and what to install, or None when one does, or artefacts serve in its place."""
     toolchain = _toolchain()
     return toolchain.detail if isinstance(toolchain, CompileError) else None
 

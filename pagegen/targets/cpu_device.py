@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from pagegen.spec import Device, Target
-from pagegen.targets import cpp_build
+from pagegen.targets import cpu_features
 from pagegen.targets.errors import CompileError
 
 # What decides which kernels are compiled and how fast they are; the kernel lists a hundred others.
@@ -41,7 +41,7 @@ def _describe(threads: int) -> Device:
         memory_gib=round(_memory_bytes() / 2**30, 1),
         bandwidth_gb_s=round(read_bandwidth_gb_s(), 1),
         last_level_cache_mib=last_level_cache_bytes() / 2**20,
-        features=tuple(f for f in cpp_build.cpu_features() if f in _TOLD),
+        features=tuple(f for f in cpu_features.names() if f in _TOLD),
     )
 
 

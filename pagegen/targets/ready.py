@@ -6,12 +6,23 @@ from collections.abc import Iterator
 from types import ModuleType
 
 _LIBRARIES: list[str] = []
+_SHIPPED: list[str] = []
 _MODULES: list[ModuleType] = []
 
 
 def library(name: str) -> None:
     """Notes a C++ library that was loaded."""
     _LIBRARIES.append(name)
+
+
+def shipped_library(name: str) -> None:
+    """Notes a C++ library that was loaded from artefacts."""
+    _SHIPPED.append(name)
+
+
+def shipped() -> tuple[str, ...]:
+    """A name for each C++ library that this process loaded from artefacts: compiled elsewhere, so not in `compiled`."""
+    return tuple(_SHIPPED)
 
 
 def module(generated: ModuleType) -> None:

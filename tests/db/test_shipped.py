@@ -113,7 +113,7 @@ def test_without_its_own_file_a_database_opened_for_reading_is_what_ships(record
 
 def test_the_layer_is_made_once_and_anew_when_the_records_change(records, tmp_path, monkeypatch):
     open_db(tmp_path / "one.db").close()
-    (made,) = (tmp_path / "cache").glob("*.db")
+    (made,) = (tmp_path / "cache" / "records").glob("*.db")
     stamp = made.stat().st_mtime_ns
     shipped._opened.cache_clear()  # as in another process
     monkeypatch.setattr(shipped, "_build", None)  # would fail
@@ -142,7 +142,7 @@ def test_processes_that_make_the_layer_at_once_all_see_it(records, tmp_path):
             assert db.trials() == SHIPPED
 
     assert processes.together([read] * 8) == []
-    assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".db"]
+    assert [p.suffix for p in (tmp_path / "cache" / "records").iterdir()] == [".db"]
 
 
 def test_a_cache_folder_that_cannot_be_written_is_no_obstacle(records, tmp_path, monkeypatch):
@@ -154,7 +154,7 @@ def test_a_cache_folder_that_cannot_be_written_is_no_obstacle(records, tmp_path,
 
 def test_a_damaged_layer_in_the_cache_is_made_anew(records, tmp_path):
     open_db(tmp_path / "one.db").close()
-    (made,) = (tmp_path / "cache").glob("*.db")
+    (made,) = (tmp_path / "cache" / "records").glob("*.db")
     made.chmod(0o644)
     made.write_bytes(b"garbage" * 1000)
     shipped._opened.cache_clear()

@@ -25,7 +25,7 @@ from cpu_loops import Loop
 import pagegen
 from pagegen.codegen import cpp
 from pagegen.spec import CppVariant
-from pagegen.targets import cpp_build
+from pagegen.targets import cpp_build, cpu_features
 from pagegen.targets.call import AttentionKernel
 
 EVERYTHING = {"window": 90, "logit_softcap": 20.0, "alibi": True, "sinks": True}
@@ -85,7 +85,7 @@ def lacks(machine: tuple[str, ...]) -> str | None:
     """What this CPU lacks to run code of these flags, or None."""
     needed = ["avx512f", "avx512bw"] if any("avx512" in flag for flag in machine) else []
     needed += ["avx2", "fma", "f16c"] if "-mavx2" in machine else []
-    missing = sorted(set(needed) - set(cpp_build.cpu_features()))
+    missing = sorted(set(needed) - set(cpu_features.names()))
     return f"needs a CPU with {', '.join(missing)}" if missing else None
 
 

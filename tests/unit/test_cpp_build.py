@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pagegen import paths
+from pagegen import paths, private
 from pagegen.codegen import cpp
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant
 from pagegen.targets import cpp_build, cpu
@@ -196,10 +196,11 @@ def test_unwritable_cache_folder_names_the_setting(tmp_path: Path, monkeypatch: 
 
 @needs_compiler
 def test_read_only_cache_folder_names_the_setting(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> str:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(cpp_build.tempfile, "mkdtemp", refuse)
+    cache.mkdir(parents=True, mode=0o700)
+    monkeypatch.setattr(private.os, "mkdir", refuse)
     with pytest.raises(CompileError, match="cannot be written \\(set PAGEGEN_CACHE_DIR\\).*Read-only"):
         cpp_build.build(ANSWER, "answer")
 

@@ -14,6 +14,8 @@ from pagegen import paths, settings
     [
         (settings.cache_dir, "PAGEGEN_CACHE_DIR", "/some/cache", Path("/some/cache")),
         (settings.database_url, "PAGEGEN_DB", "postgresql://fleet/db", "postgresql://fleet/db"),
+        (settings.artefacts, "PAGEGEN_ARTEFACTS", "/some/kernels", "/some/kernels"),
+        (settings.artefacts_sha256, "PAGEGEN_ARTEFACTS_SHA256", "ab" * 32, "ab" * 32),
         (settings.target_name, "PAGEGEN_TARGET", "sm_90", "sm_90"),
         (settings.check_values, "PAGEGEN_CHECK", "1", True),
         (settings.cxx, "CXX", "clang++", "clang++"),

@@ -1,6 +1,7 @@
 """What does one answer book for many models, devices and serving nodes cost?
 
-    python bench/scale.py --url postgresql://... [--trials 50000] [--output bench/results/scale.json]
+    python bench/scale.py --url postgresql://... [--trials 30000] [--output bench/results/scale.json]
+    python bench/scale.py                        the arithmetic alone, on the rows that were measured
 
 Measured, on a PostgreSQL database without tables at the URL: the bytes of a trial in made-up trials (those of
 bench/database.py), how many trials a second one writer and several record in transactions of a tuner's round, how many
@@ -210,25 +211,37 @@ def arithmetic(rows: list[Row]) -> Iterator[Row]:
     }  # fmt: skip
     starts_ms = min(r["server_cpu_ms"] for r in rows if r["what"] == "processes that open and select")
     first, again = (r for r in rows if "pull" in r["what"])
+    portfolios = (
+        MODELS * KV_DTYPES * BLOCK_SIZES
+    )  # of a node's own device; at most so much each: a file has fixed parts
+    mirror_mib = first["mib"] / first["portfolios"] * portfolios
     yield {
-        "what": "10^4 serving nodes", "measured": False, "nodes": NODES,
+        "what": "10^4 serving nodes", "measured": False, "nodes": NODES, "portfolios": portfolios,
         "starts_a_second": round(NODES * STARTS_A_DAY / 86400, 2),
         "core_s_for_all_at_once": round(NODES * starts_ms / 1e3),
         "hourly_pulls_a_second": round(NODES * PULLS_A_DAY / 86400, 1),
         "cores_for_hourly_pulls": round(NODES * PULLS_A_DAY / 86400 * again["server_cpu_ms"] / 1e3, 2),
-        "first_pulls_gb": round(NODES * first["mib"] * 2**20 / 1e9, 1),
+        "mirror_mib": round(mirror_mib), "first_pulls_gb": round(NODES * mirror_mib * 2**20 / 1e9),
+        "core_hours_for_first_pulls": round(
+            NODES * portfolios * first["server_cpu_ms"] / first["portfolios"] / 3.6e6
+        ),
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--url", required=True, help="a PostgreSQL database without tables")
-    parser.add_argument("--trials", type=int, default=50_000, help="made-up trials (default: 50,000)")
+    parser.add_argument("--url", help="a PostgreSQL database without tables; without it the arithmetic is done again")
+    parser.add_argument("--trials", type=int, default=30_000, help="made-up trials (default: 30,000)")
     parser.add_argument("--output", type=Path, default=RESULTS / "scale.json")
     parser.add_argument("--work", choices=["write", "select"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options.work, options.url)
+        return
+    if options.url is None:
+        document = json.loads(options.output.read_text(encoding="utf-8"))
+        rows = [row for row in document["rows"] if row["measured"]]
+        options.output.write_text(as_text({**document, "rows": rows + list(arithmetic(rows))}), encoding="utf-8")
         return
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

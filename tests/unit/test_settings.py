@@ -41,7 +41,8 @@ def test_the_default_places_are_the_users_own(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["templates", "cache_db", "profiles"])
-def test_data_folders_are_found_in_a_checkout(name):
+def test_data_folders_are_found_in_a_checkout(name, monkeypatch):
+    monkeypatch.undo()  # what ships is hidden from the tests
     assert paths.data(name).is_dir()
 
 

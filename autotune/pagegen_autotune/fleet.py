@@ -166,6 +166,10 @@ def _run(cluster: Cluster, stop: StopSignal, begin: Any) -> list[_Kind]:
             if not working and (not cluster.starting or time.monotonic() - begun > START_WAIT_S):
                 break
             time.sleep(_LOOK_S)
+    except cluster.ray.exceptions.RayError as error:
+        stop.requested = True
+        what = f"the cluster does not answer ({_words(error)})"
+        raise TuneError(f"{what}: what was measured is stored, run the same command again") from error
     except BaseException:
         stop.requested = True  # a second Ctrl-C: the threads must not go on alone
         raise
@@ -177,7 +181,7 @@ def _run(cluster: Cluster, stop: StopSignal, begin: Any) -> list[_Kind]:
 
 def _report(cluster: Cluster, kinds: Sequence[_Kind], stop: StopSignal, seconds: float) -> FleetReport:
     left_out = list(cluster.left_out)
-    left_out += [f"{kind.executor.device.name}: {kind.error}" for kind in kinds if kind.error is not None]
+    left_out += [f"{kind.executor.device.name}: {_words(kind.error)}" for kind in kinds if kind.error is not None]
     if cluster.starting and not stop.requested:
         left_out.append(f"{cluster.starting} nodes had no free device within {START_WAIT_S:.0f} s")
     reports = tuple(kind.report for kind in kinds if kind.report is not None)
@@ -189,6 +193,12 @@ def _report(cluster: Cluster, kinds: Sequence[_Kind], stop: StopSignal, seconds:
     return FleetReport(
         reports=reports, left_out=tuple(left_out), lost=lost, interrupted=interrupted, seconds=seconds
     )  # fmt: skip
+
+
+def _words(error: Exception) -> str:
+    """An error in one line."""
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return first if isinstance(error, TuneError) else f"{type(error).__name__}: {first}"
 
 
 def _key(member: Member) -> tuple[Any, ...]:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import libcst as cst
 
+from pagegen.codegen import below
+
 Element = TypeVar("Element", cst.Param, cst.Arg)
 
 
@@ -49,43 +51,32 @@ def with_lines_before(statement: Any, lines: Sequence[cst.EmptyLine]) -> Any:
     return statement.with_changes(leading_lines=[*lines, *statement.leading_lines])
 
 
-class _Names(cst.CSTVisitor):
-    """Counts the names that are read, and collects those that a plain assignment sets."""
+class _Names:
+    """Counts the names that are read at a node and below, and collects those that a plain assignment sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: cst.CSTNode) -> None:
         self.read: Counter[str] = Counter()
         self.assigned: set[str] = set()
+        self._look(node)
 
-    def visit_Name(self, node: cst.Name) -> None:
-        self.read[node.value] += 1
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Param(self, node: cst.Param) -> bool:
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
-        if isinstance(node.target, cst.Name):
-            self.assigned.add(node.target.value)
-        else:  # a store into x[i] or x.a reads x
-            node.target.visit(self)
-        return False
-
-    def visit_ImportAlias(self, node: cst.ImportAlias) -> bool:
-        return False
+    def _look(self, node: cst.CSTNode) -> None:
+        match node:
+            case cst.Name():
+                self.read[node.value] += 1
+            case cst.Attribute() | cst.Arg():
+                self._look(node.value)
+            case cst.AssignTarget(target=cst.Name(value=name)):
+                self.assigned.add(name)
+            case cst.Param() | cst.ImportAlias():
+                pass
+            case _:  # also a store into x[i] or x.a, which reads x
+                for child in below.children(node):
+                    self._look(child)
 
 
 def names_read(node: cst.CSTNode) -> Counter[str]:
     """How often each name is read below `node`."""
-    visitor = _Names()
-    node.visit(visitor)
-    return visitor.read
+    return _Names(node).read
 
 
 def names_by_side(module: cst.Module) -> tuple[set[str], set[str]]:
@@ -132,11 +123,9 @@ def _text(lines: Sequence[cst.EmptyLine]) -> Sequence[cst.EmptyLine]:
 
 
 def _drop_unread(module: cst.Module, function: cst.FunctionDef) -> cst.Module:
-    names = _Names()
-    function.body.visit(names)
-    if all(names.read[name] for name in names.assigned):
-        return module
-    return _replace(module, function, function.visit(_DropUnread(names.read)))
+    names = _Names(function.body)
+    unread = {name for name in names.assigned if not names.read[name]}
+    return _replace(module, function, function.visit(_DropUnread(unread))) if unread else module
 
 
 def _replace(module: cst.Module, old: cst.CSTNode, new: Any) -> cst.Module:
@@ -177,18 +166,19 @@ def _keeps(statement: Any, reached: set[str], read: set[str]) -> bool:
     return True
 
 
-class _DropUnread(cst.CSTTransformer):
+class _DropUnread(below.Transformer):
     """Removes `name = expression` lines whose name nothing in the function reads. Template expressions have no
     side effects but in stores and atomics, which are statements of their own."""
 
-    def __init__(self, read: Counter[str]) -> None:
-        self.read = read
+    def __init__(self, unread: set[str]) -> None:
+        super().__init__(unread)
+        self.unread = unread
 
     def leave_SimpleStatementLine(self, original_node: cst.SimpleStatementLine, updated_node: Any) -> Any:
         statement = updated_node.body[0]
         if isinstance(statement, cst.Assign) and len(statement.targets) == 1:
             target = statement.targets[0].target
-            if isinstance(target, cst.Name) and not self.read[target.value]:
+            if isinstance(target, cst.Name) and target.value in self.unread:
                 return cst.RemoveFromParent()
         return updated_node
 
@@ -220,10 +210,11 @@ def _without_params(function: cst.FunctionDef, dropped: set[str]) -> cst.Functio
     )
 
 
-class _DropArguments(cst.CSTTransformer):
+class _DropArguments(below.Transformer):
     """Removes keywords from calls `f(...)` and launches `f[grid](...)`: those that `dropped` has for each function."""
 
     def __init__(self, dropped: dict[str, set[str]]) -> None:
+        super().__init__(dropped)
         self.dropped = dropped
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:

@@ -16,6 +16,7 @@ Comments and blank lines stay with the statements that stay. libcst keeps them t
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 
 import libcst as cst
 
-from pagegen.codegen import prune
+from pagegen.codegen import below, prune
 
 Value = int | float | bool | str
 
@@ -44,7 +45,7 @@ def specialise(source: str, bindings: Mapping[str, Value], *, header: Sequence[s
     `roots` names the host functions that the result is for; what they do not reach is dropped. Raises ValueError
     when a root or a binding is not in the template, or a root needs a constant that is not bound.
     """
-    module = cst.parse_module(source)
+    module = _parsed(source)
     notes = _constant_notes(module)
     missing = set(bindings) - set(notes)
     if missing:
@@ -58,6 +59,11 @@ def specialise(source: str, bindings: Mapping[str, Value], *, header: Sequence[s
     module = _with_constants(module, bindings, notes)
     comments = [cst.EmptyLine(comment=cst.Comment(f"# {line}")) for line in header]
     return _EXPLODED.sub(_on_one_line, module.with_changes(header=[*comments, *module.header]).code)
+
+
+@functools.lru_cache(maxsize=4)  # a tree of 17,000 nodes each, which nothing changes
+def _parsed(source: str) -> cst.Module:
+    return cst.parse_module(source)
 
 
 def _on_one_line(exploded: re.Match[str]) -> str:
@@ -91,10 +97,11 @@ def _trailing_comment(param: cst.Param) -> str:
     return ""
 
 
-class _Bind(cst.CSTTransformer):
+class _Bind(below.Transformer):
     """Drops bound parameters and the `NAME=NAME` arguments that passed them."""
 
     def __init__(self, bindings: Mapping[str, Value]) -> None:
+        super().__init__(bindings)
         self.bindings = bindings
 
     def leave_Parameters(self, original_node: cst.Parameters, updated_node: cst.Parameters) -> cst.Parameters:
@@ -114,10 +121,11 @@ class _Bind(cst.CSTTransformer):
         )
 
 
-class _Fold(cst.CSTTransformer):
+class _Fold(below.Transformer):
     """Replaces every `if` that the bound values decide by the branch they choose."""
 
     def __init__(self, bindings: Mapping[str, Value]) -> None:
+        super().__init__(bindings)
         self.bindings = bindings
         self.elifs: set[cst.CSTNode] = set()
 
@@ -222,10 +230,11 @@ def _with_constants(module: cst.Module, bindings: Mapping[str, Value], notes: Ma
     return module.with_changes(body=[*module.body[: last_import + 1], *spaced, *module.body[last_import + 1 :]])
 
 
-class _HostValues(cst.CSTTransformer):
+class _HostValues(below.Transformer):
     """In host functions, reads a constant that kernels share as `NAME.value`."""
 
     def __init__(self, shared: set[str]) -> None:
+        super().__init__(shared)
         self.shared = shared
         self.in_host = False
 

@@ -7,6 +7,7 @@ order. What is compared with is always the operator's float64 reference over the
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import traceback
@@ -28,6 +29,7 @@ from pagegen.integrations.context_parallel import BlockSpread
 from pagegen.modifiers import score_mod
 from pagegen.reference import reference_attention
 from pagegen.spec import AttentionSpec
+from pagegen.targets import cpp_build
 
 DECODE = [(37, 1), (1, 1), (0, 1), (64, 1)]
 RAGGED = [(20, 7), (0, 0), (33, 1), (16, 16), (70, 40)]
@@ -55,6 +57,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
     """One rank: runs all checks and leaves what they said in `folder`."""
     os.environ["PAGEGEN_DB"] = f"{folder}/{rank}.db"
     torch.set_num_threads(1)
+    cpp_build.build = one_at_a_time(cpp_build.build, Path(folder, "compiling"))
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60)
     )
@@ -70,6 +73,17 @@ def run(rank: int, ranks: int, folder: str) -> None:
             said[name] = traceback.format_exc()
     Path(folder, f"{rank}.json").write_text(json.dumps(said), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def one_at_a_time(build: Callable[..., Path], lock: Path) -> Callable[..., Path]:
+    """`build` for one rank at a time: the others find there what the first one compiled."""
+
+    def alone(*args: Any, **options: Any) -> Path:
+        with lock.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            return build(*args, **options)
+
+    return alone
 
 
 def spec_of(ranks: int, **fields: Any) -> AttentionSpec:

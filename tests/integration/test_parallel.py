@@ -32,7 +32,9 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 @functools.cache
 def said(ranks: int, folder: Path) -> dict[str, list[str | None]]:
     """What every rank said about each check; one set of processes a size."""
-    torch.multiprocessing.spawn(parallel_ranks.run, args=(ranks, str(folder)), nprocs=ranks)
+    torch.multiprocessing.start_processes(
+        parallel_ranks.run, args=(ranks, str(folder)), nprocs=ranks, start_method="forkserver"
+    )
     answers = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
     return {name: [answer[name] for answer in answers] for name in parallel_ranks.CHECKS[ranks]}
 

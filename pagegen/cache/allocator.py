@@ -13,6 +13,7 @@ import numpy as np
 from pagegen.cache import admission, growth, invariants, stats, steps, swap, window
 from pagegen.cache.growth import BlockPairs
 from pagegen.cache.pool import BlockPool, OutOfBlocks
+from pagegen.cache.prefix import NO_NODE
 from pagegen.cache.sequence import Ints, SequenceState, integer, listed, token_array
 from pagegen.cache.table import SequenceTable
 from pagegen.cache.view import SequenceView
@@ -104,10 +105,10 @@ class BlockAllocator:
         self.check_new("child", child)
         held = self.table.held(source.row)
         self.pool.acquire(held)
-        state = SequenceState(child, source.context, node=source.node)
-        if state.node is not None:
-            state.node.users += 1
+        state = SequenceState(child, source.context)
         self.table.copy_row(source.row, self.table.claim(state))
+        if node := self.table.nodes.item(state.row):
+            self.pool.index.enter(node)
         self.table.sharing.update((source.row, state.row))
         self.sequences[child] = state
 
@@ -145,7 +146,7 @@ class BlockAllocator:
             self.pool.release(self.table.held(state.row)[::-1])
         else:
             self.pool.host_free.extend(reversed(state.host))
-        steps.stand_on(self, state, None)
+        steps.stand_on(self, state.row, NO_NODE)
         self.table.give_back(state.row)
         self._last_rows = None
 

@@ -140,6 +140,7 @@ def _slots(allocator: BlockAllocator, row: int, start: int, end: int) -> Ints:
         return np.array(
             [table.blocks.item(row, i // size) * size + i % size for i in range(start, end)], dtype=np.int64
         )
-    positions = np.arange(start, end)
-    slots: Ints = table.blocks[row].take(positions // size).astype(np.int64) * size + positions % size
-    return slots
+    first = start // size
+    blocks = table.blocks[row, first : table.blocks_for(end)].astype(np.int64)
+    slots: Ints = (blocks[:, None] * size + np.arange(size)).reshape(-1)
+    return slots[start - first * size : end - first * size]

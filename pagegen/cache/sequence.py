@@ -11,8 +11,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pagegen.cache.prefix import Node
-
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Packed = npt.NDArray[np.uint32]
@@ -30,14 +28,12 @@ _MIX = 0x1E3779B97F4A7C15  # the golden ratio's digits: odd, and its multiples a
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A sequence in the cache. Its numbers and its blocks are row `row` of the table; its first full blocks were
-    offered to the prefix index, the last of them as `node` (the root of its context at first, None without prefix
-    caching); `host` are the host blocks it lies in while it is swapped out."""
+    """A sequence in the cache. Its numbers and its blocks are row `row` of the table; `host` are the host blocks it
+    lies in while it is swapped out."""
 
     seq_id: Hashable
     context: bytes
     row: int = -1
-    node: Node | None = None
     host: list[int] | None = None
 
 

@@ -88,7 +88,7 @@ def append_each(allocator: BlockAllocator, rows: Ints, packed: Packed) -> BlockP
     since, indices = table.version, indices[growing]
     if len(growing):
         grown = rows[growing]
-        table.reserve(int(indices.max()) + 1)
+        table.reserve(int(np.maximum.reduce(indices)) + 1)
         table.blocks[grown, indices] = blocks[growing] = pool.take(len(growing))
         table.touch(grown)
     slots = blocks.astype(np.int64) * table.block_size + offsets

@@ -104,7 +104,8 @@ class BlockPool:
         if kept.all():
             return
         spare = unused[~kept]
-        self.index.remove(spare[self.index.node_of[spare] != NO_NODE].tolist())
+        if self.index.node_of[spare].any():
+            self.index.remove(spare[self.index.node_of[spare] != NO_NODE].tolist())
         self.free.extend(spare.tolist())
 
     def name(self, nodes: Ints, counts: Ints, blocks: Numbers) -> Named:

@@ -9,7 +9,7 @@ import numpy as np
 
 from pagegen.cache.growth import BlockPairs, copies_needed, own_block
 from pagegen.cache.sequence import Ints, SequenceState, integer, listed
-from pagegen.cache.table import spread
+from pagegen.cache.table import Blocks, spread
 from pagegen.cache.window import first_seen_block, release_unseen
 
 if TYPE_CHECKING:
@@ -87,23 +87,30 @@ def announce_one(allocator: BlockAllocator, row: int, end: int) -> BlockPairs:
     table.announced[row] = start
     if end > start:
         table.computed[row] = end
-        if allocator.prefix_caching and end // table.block_size > table.indexed.item(row):
-            _name_blocks(allocator, np.array([row]), np.array([end // table.block_size]))
+        first, full = table.indexed.item(row), end // table.block_size
+        if allocator.prefix_caching and full > first:
+            _name(allocator, np.array([row]), np.array([full - first]), table.blocks[row, first:full])
     return []
 
 
 def _name_blocks(allocator: BlockAllocator, rows: Ints, full: Ints) -> None:
     """Offers the blocks of `rows` before `full`, now computed, to the prefix index, in order."""
-    table, pool = allocator.table, allocator.pool
+    table = allocator.table
     indexed = table.indexed.take(rows)
-    behind = (full > indexed).nonzero()[0]
+    counts = full - indexed
+    behind = counts.nonzero()[0]
     if not len(behind):
         return
-    rows, first = rows[behind], indexed[behind]
-    counts = full[behind] - first
+    rows, first, counts = rows[behind], indexed[behind], counts[behind]
     # one block each, as in decode: they are as `spread` would give them
-    writers, indices = (rows, first) if counts.max() == 1 else spread(rows, first, counts)
-    named = pool.name(table.nodes.take(rows), counts, table.blocks[writers, indices])
+    writers, indices = (rows, first) if np.maximum.reduce(counts) == 1 else spread(rows, first, counts)
+    _name(allocator, rows, counts, table.blocks[writers, indices])
+
+
+def _name(allocator: BlockAllocator, rows: Ints, counts: Ints, blocks: Blocks) -> None:
+    """Offers each row's next counts[i] of `blocks`."""
+    table = allocator.table
+    named = allocator.pool.name(table.nodes[rows], counts, blocks)
     table.nodes[rows] = named.last
     table.indexed[rows] += named.done
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import chain
 from sys import getsizeof
 from typing import Any, NamedTuple
 
@@ -79,10 +80,11 @@ class PrefixIndex:
         self.parents: Column = [NO_NODE]
         self.users: Column = [0]
         self.latest: Column = [NO_NODE]
+        self.first: Column = [NO_BLOCK]
+        self._more: dict[int, list[int]] = {}
         self._digests, self._tokens = [b""], [b""]
-        self._copies: list[tuple[int, ...]] = [()]
-        self._free: list[int] = []
         self._table: dict[bytes, int] = {}
+        self._free: list[int] = []
 
     # what it holds
 
@@ -112,22 +114,24 @@ class PrefixIndex:
 
     def copies(self, node: int) -> tuple[int, ...]:
         """The blocks of a node, in the order in which they came."""
-        return self._copies[node]
+        first = self.first[node]
+        return () if first == NO_BLOCK else (first, *self._more.get(node, ()))
 
     def first_blocks(self, nodes: Numbers) -> Numbers:
         """The first block of each node, NO_BLOCK where it has none."""
-        return np.array([(*self._copies[node], NO_BLOCK)[0] for node in nodes.tolist()], dtype=np.int32)
+        return np.array([self.first[node] for node in nodes.tolist()], dtype=np.int32)
 
     def only_copies(self, blocks: Numbers) -> Flags:
         """Of each block, whether it has a name that no other has."""
-        return np.array([len(self._copies[node]) == 1 for node in self.node_of[blocks].tolist()], dtype=np.bool_)
+        nodes = self.node_of[blocks].tolist()
+        return np.array([node != NO_NODE and node not in self._more for node in nodes], dtype=np.bool_)
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes now."""
-        columns = (self.states, self.parents, self.users, self.latest, self._free, self._table)
-        rows = (self._digests, self._tokens, self._copies)
-        return self.node_of.nbytes + sum(map(getsizeof, (*columns, *rows))) + sum(sum(map(getsizeof, r)) for r in rows)
+        numbers = (self.states, self.parents, self.users, self.latest, self.first, self._free, self._table, self._more)
+        lists = (self._digests, self._tokens, list(self._more.values()))
+        return self.node_of.nbytes + sum(map(getsizeof, (*numbers, *lists, *chain.from_iterable(lists))))
 
     # looking up
 
@@ -139,7 +143,7 @@ class PrefixIndex:
     def walk(self, root: int, tokens: bytes, limit: int, *, through_gaps: bool) -> Numbers:
         """The longest chain of known nodes behind `root` that begins as `tokens` do (packed), at most `limit` long. It
         ends at the first node without a block, unless `through_gaps`."""
-        chain: list[int] = []
+        found: list[int] = []
         node, size = root, self.block_bytes
         for start in range(0, limit * size, size):
             piece = tokens[start : start + size]
@@ -149,11 +153,11 @@ class PrefixIndex:
                 if not child:
                     break
                 self.latest[node] = child
-            if not (self._copies[child] or through_gaps):
+            if self.first[child] == NO_BLOCK and not through_gaps:
                 break
-            chain.append(child)
+            found.append(child)
             node = child
-        return np.array(chain, dtype=np.int32)
+        return np.array(found, dtype=np.int32)
 
     def _child(self, parent: int, tokens: bytes, digest: bytes) -> int:
         """The known node of that name, if it stands behind `parent` and holds `tokens`."""
@@ -188,7 +192,7 @@ class PrefixIndex:
                 if not child:
                     break
                 if self.fill(child, ids[at]):
-                    joined.append(self._copies[child][0])
+                    joined.append(self.first[child])
                 node, at = child, at + 1
             if at > begin:  # the nodes behind it need it from here on
                 self.users[start] -= 1
@@ -201,12 +205,14 @@ class PrefixIndex:
     def fill(self, node: int, block: int) -> bool:
         """One more block that holds the tokens of `node`, if it is not known for that already. Whether it joined
         others."""
-        copies = self._copies[node]
         if self.node_of[block] == node:  # after a failed step, two sequences that share a block both offer it again
             return False
-        self._copies[node] = (*copies, block)
         self.node_of[block] = node
-        return bool(copies)
+        if self.first[node] == NO_BLOCK:
+            self.first[node] = block
+            return False
+        self._more.setdefault(node, []).append(block)
+        return True
 
     def _insert(self, parent: int, tokens: bytes) -> int:
         """The node of `tokens` behind `parent`, made if need be."""
@@ -219,22 +225,26 @@ class PrefixIndex:
         return node
 
     def _make(self, parent: int, digest: bytes, tokens: bytes) -> int:
-        row = (KNOWN, parent, 0, NO_NODE, digest, tokens, ())
-        columns: tuple[list[Any], ...] = (
-            self.states, self.parents, self.users, self.latest, self._digests, self._tokens, self._copies,
-        )  # fmt: skip
-        if self._free:
-            node = self._free.pop()
-            for column, value in zip(columns, row, strict=True):
-                column[node] = value
-        else:
-            node = len(self.states)
-            for column, value in zip(columns, row, strict=True):
-                column.append(value)
+        """A new known node."""
+        if not self._free:
+            self._add_rows()
+        node = self._free.pop()
+        self.states[node], self.parents[node] = KNOWN, parent
+        self._digests[node], self._tokens[node] = digest, tokens
         self._table[digest] = node
         if parent:
             self.users[parent] += 1
         return node
+
+    def _add_rows(self) -> None:
+        old = len(self.states)
+        more = max(64, old)
+        for column in (self.states, self.parents, self.users, self.latest):
+            column.extend([0] * more)
+        self.first.extend([NO_BLOCK] * more)
+        self._digests.extend([b""] * more)
+        self._tokens.extend([b""] * more)
+        self._free.extend(range(old + more - 1, old - 1, -1))
 
     # forgetting
 
@@ -244,8 +254,15 @@ class PrefixIndex:
         for block in blocks:
             node = self.node_of.item(block)
             self.node_of[block] = NO_NODE
-            self._copies[node] = tuple(other for other in self._copies[node] if other != block)
+            left = [other for other in self.copies(node) if other != block]
+            self._set_copies(node, left)
             self._prune(node)
+
+    def _set_copies(self, node: int, blocks: list[int]) -> None:
+        self.first[node] = blocks[0] if blocks else NO_BLOCK
+        self._more.pop(node, None)
+        if len(blocks) > 1:
+            self._more[node] = blocks[1:]
 
     def _check_named(self, blocks: Sequence[int]) -> None:
         if not self.node_of[blocks].all():
@@ -270,10 +287,10 @@ class PrefixIndex:
                 behind[child] = node in start or behind[node]
                 node = child
         gone = [node for node, is_behind in behind.items() if is_behind]
-        blocks = [block for node in gone for block in self._copies[node]]
+        blocks = [block for node in gone for block in self.copies(node)]
         self.node_of[blocks] = NO_NODE
         for node in gone:
-            self._copies[node] = ()
+            self._set_copies(node, [])
             self._unlink(node)
         for node in gone:
             self._prune(node)
@@ -281,7 +298,7 @@ class PrefixIndex:
 
     def _prune(self, node: int) -> None:
         """Lets `node` go if nothing needs it any more, and then what only it needed."""
-        while self.states[node] != FREE and not (self.users[node] or self._copies[node]):
+        while self.states[node] != FREE and not self.users[node] and self.first[node] == NO_BLOCK:
             if self.states[node] == KNOWN:
                 self._unlink(node)
             self.states[node] = FREE

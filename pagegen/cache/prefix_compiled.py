@@ -68,13 +68,18 @@ def available() -> bool:
 
 @functools.cache
 def library() -> ctypes.PyDLL:
-    """The compiled functions, called without letting go of the interpreter's lock. Raises CompileError."""
+    """The compiled functions. Raises CompileError."""
+    return load(SOURCE.read_text(encoding="utf-8"))
+
+
+def load(source: str) -> ctypes.PyDLL:
+    """The functions of a source, to be called without letting go of the interpreter's lock. Raises CompileError."""
     from pagegen.targets import cpp_build
     from pagegen.targets.errors import CompileError
 
     if sys.byteorder != "little":
         raise CompileError("cpu", "the prefix index", "it hashes words as they lie, little-endian")
-    loaded = cpp_build.load(SOURCE.read_text(encoding="utf-8"), "the prefix index")
+    loaded = cpp_build.load(source, "the prefix index")
     found = ctypes.PyDLL(str(loaded._name), handle=loaded._handle)
     number, address, data = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
     for name, returned, *arguments in (

@@ -50,7 +50,9 @@ class BlockAllocator:
         if not isinstance(prefix_caching, bool):
             raise TypeError(f"prefix_caching must be True or False, got {prefix_caching!r}")
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(self.num_blocks, self.block_size, self.num_host_blocks)
+        self.pool = BlockPool(
+            self.num_blocks, self.block_size, self.num_host_blocks, prefix_caching=self.prefix_caching
+        )
         self.table = SequenceTable(self.block_size)
         self.sequences: dict[Hashable, SequenceState] = {}
         self._queried_tokens = 0

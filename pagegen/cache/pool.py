@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagegen.cache.eviction import EvictionOrder
-from pagegen.cache.prefix import NO_NODE, Named, Numbers
+from pagegen.cache.prefix import NO_NODE, Named, Numbers, PrefixIndex
 from pagegen.cache.prefix_compiled import open_index
 from pagegen.cache.sequence import TOKEN_BYTES, Ints, Packed
 
@@ -41,11 +41,14 @@ class BlockPool:
     will do. `tokens` are those of every block's slots, the `num_host_blocks` blocks of the host behind the others.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, prefix_caching: bool = True
+    ) -> None:
         self.refs: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self.free: list[int] = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is taken first
         self.cached = EvictionOrder(num_blocks)
-        self.index = open_index(num_blocks, block_size * TOKEN_BYTES)
+        make_index = open_index if prefix_caching else PrefixIndex  # in which nothing is named
+        self.index = make_index(num_blocks, block_size * TOKEN_BYTES)
         self.host_free: list[int] = list(range(num_host_blocks - 1, -1, -1))
         self.tokens: Packed = np.zeros((num_blocks + num_host_blocks, block_size), dtype=np.uint32)
         self.slots: Packed = self.tokens.reshape(-1)  # the same memory, by slot

@@ -114,12 +114,14 @@ class CompiledIndex(PrefixIndex):
         self.first[NO_NODE] = NO_BLOCK
         self.next_copy: Numbers = np.zeros(len(self.node_of), dtype=np.int32)
         self.free: Numbers = np.zeros(0, dtype=np.int32)  # a stack of rows
+        self._arrays = _Arrays()
         self._grow(len(self.node_of) + _SPARE)
 
     def _grow(self, more: int) -> None:
         """Makes `more` rows."""
         rows = len(self.states) + more
-        free = np.concatenate([np.arange(rows - 1, len(self.states) - 1, -1, dtype=np.int32), self.free])
+        left = self.free[: self._arrays.free_count]
+        free = np.concatenate([np.arange(rows - 1, len(self.states) - 1, -1, dtype=np.int32), left])
         for name in _NODE_COLUMNS:
             old = getattr(self, name)
             wider = np.zeros((rows, *old.shape[1:]), dtype=old.dtype)
@@ -164,7 +166,8 @@ class CompiledIndex(PrefixIndex):
         return found
 
     def find(self, digest: bytes) -> int:
-        return int(self._library.pagegen_index_find(self._address, digest))
+        node: int = self._library.pagegen_index_find(self._address, digest)
+        return node
 
     def digest(self, node: int) -> bytes:
         return bytes(self.digests[node])
@@ -181,7 +184,8 @@ class CompiledIndex(PrefixIndex):
         return tuple(found)
 
     def first_blocks(self, nodes: Numbers) -> Numbers:
-        return self.first.take(nodes)
+        found: Numbers = self.first.take(nodes)
+        return found
 
     def only_copies(self, blocks: Numbers) -> Flags:
         # of a node's blocks, the one that is the first and has no next
@@ -191,18 +195,20 @@ class CompiledIndex(PrefixIndex):
 
     @property
     def nbytes(self) -> int:
-        return sum(getattr(self, name).nbytes for name in _POINTERS) + self._answers.nbytes
+        return sum(int(getattr(self, name).nbytes) for name in _POINTERS) + self._answers.nbytes
 
     # looking up, naming and forgetting
 
     def walk(self, root: int, tokens: bytes, limit: int, *, through_gaps: bool) -> Numbers:
         self._answer(limit)
         found = self._library.pagegen_index_walk(self._address, root, tokens, limit, through_gaps, self._answers_at)
-        return self._answers[:found].copy()
+        chain: Numbers = self._answers[:found].copy()
+        return chain
 
     def enter_root(self, context: bytes) -> int:
         self._reserve(1)
-        return int(self._library.pagegen_index_enter_root(self._address, root_digest(context)))
+        node: int = self._library.pagegen_index_enter_root(self._address, root_digest(context))
+        return node
 
     def name(self, nodes: Ints, counts: Ints, blocks: Numbers, tokens: bytes) -> Named:
         rows, total = len(nodes), len(blocks)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pagegen.cache.growth import write_tokens
+from pagegen.cache.growth import write_slots
 from pagegen.cache.prefix import NO_NODE, Numbers
 from pagegen.cache.sequence import Packed, SequenceState, token_sum
 from pagegen.cache.table import Blocks
@@ -84,7 +84,7 @@ def admit(allocator: BlockAllocator, seq_id: Hashable, packed: Packed, context: 
     table.computed[row] = table.announced[row] = cached_tokens
     table.indexed[row] = found.cached
     table.released[row] = found.first
-    write_tokens(allocator, row, cached_tokens, packed[cached_tokens:])
-    table.add_to_sum(row, token_sum(first_token, packed[first_token:cached_tokens]))  # those written by others
+    write_slots(allocator, row, cached_tokens, packed[cached_tokens:])
+    table.add_to_sum(row, token_sum(first_token, packed[first_token:]))  # those written by others too
     allocator.sequences[seq_id] = state
     return cached_tokens

@@ -123,8 +123,13 @@ def own_block(allocator: BlockAllocator, row: int, index: int) -> BlockPairs:
 
 def write_tokens(allocator: BlockAllocator, row: int, start: int, packed: Packed) -> None:
     """Notes `packed` as the tokens from `start` on, in blocks that the row has."""
-    allocator.pool.slots[_slots(allocator, row, start, start + len(packed))] = packed
+    write_slots(allocator, row, start, packed)
     allocator.table.add_to_sum(row, token_sum(start, packed))
+
+
+def write_slots(allocator: BlockAllocator, row: int, start: int, packed: Packed) -> None:
+    """Puts `packed` into the slots of a row's positions from `start` on."""
+    allocator.pool.slots[_slots(allocator, row, start, start + len(packed))] = packed
 
 
 def forget_tokens(allocator: BlockAllocator, row: int, start: int, end: int) -> None:

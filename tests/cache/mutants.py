@@ -172,12 +172,6 @@ MUTANTS = [
         focus="rewrite",
     ),
     Mutant(
-        "compiled: a node goes while it has blocks",
-        "prefix_index.cpp",
-        "&& !index->users[node] && index->first[node] == NO_BLOCK) {",
-        "&& !index->users[node]) {",
-    ),
-    Mutant(
         "compiled: what is named stays in use by who named it",
         "prefix_index.cpp",
         "            index->users[start] -= 1;\n            index->users[node] += 1;\n",
@@ -186,8 +180,7 @@ MUTANTS = [
     Mutant(
         "compiled: what stands two behind a failed step is still found",
         "prefix_index.cpp",
-        "        while (seen[top] == NOT_SEEN && index->parents[top] && !start[index->parents[top]]) "
-        "top = index->parents[top];\n",
+        "        for (i32 node = known; node != top; node = index->parents[node]) seen[node] = where;\n",
         "",
         focus="fail",
     ),

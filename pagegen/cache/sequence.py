@@ -42,13 +42,16 @@ def pack_tokens(tokens: Iterable[int], name: str = "tokens") -> array[int]:
 
     Raises TypeError for what is not integers and ValueError for an id outside 0..2^32-1.
     """
+    plain = isinstance(tokens, (list, tuple, range))
     if isinstance(tokens, array) and tokens.typecode == TOKEN_CODE:
         return tokens
     # array() would take bytes for raw machine words; sets and mappings have no order that means anything
-    if isinstance(tokens, (str, bytes, bytearray, memoryview, Set, Mapping)) or getattr(tokens, "ndim", 1) != 1:
+    if not plain and (
+        isinstance(tokens, (str, bytes, bytearray, memoryview, Set, Mapping)) or getattr(tokens, "ndim", 1) != 1
+    ):
         raise TypeError(f"{name} must be a 1-D sequence of integers, got {type(tokens).__name__}")
     try:
-        values = tokens if isinstance(tokens, (list, tuple, range)) else list(tokens)
+        values = tokens if plain else list(tokens)
         return array(TOKEN_CODE, values)
     except OverflowError:
         wrong = next(value for value in values if not 0 <= value <= _MAX_TOKEN)

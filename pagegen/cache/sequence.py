@@ -77,7 +77,10 @@ def token_array(tokens: Iterable[int]) -> Packed:
 def token_sums(positions: Ints, packed: Packed) -> Ints:
     """A number for each token and its position, to be summed over a sequence (modulo 2^64): whoever reads other tokens
     than a sequence was given, or in another order, comes to another sum."""
-    return packed * (positions * _MIX | 1)
+    sums: Ints = positions * _MIX
+    sums |= 1
+    sums *= packed
+    return sums
 
 
 def token_sum(start: int, packed: Packed) -> int:

@@ -2,7 +2,7 @@
 
 A full block is named by a chained hash: blake2b over its parent's name and its own tokens, where the first parent is
 the hash of the context. So equal names mean equal tokens at equal positions after equal tokens in an equal context.
-The hash is strong and the same in every process, and a hit is still compared token by token.
+The hash is strong and the same in every process, and a hit is still compared token by token (a context by its hash).
 
 `PrefixIndex` is what an index means, and serves where there is no C++ compiler. `prefix_compiled.CompiledIndex` keeps
 the same columns and does the same, several times as fast (measured: bench/cache.py).

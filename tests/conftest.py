@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-pytest_plugins = ["compatibility_page", "database_places"]
+pytest_plugins = ["cache_indexes", "compatibility_page", "database_places"]
 
 # A slow example on a busy machine is no finding.
 hypothesis.settings.register_profile(

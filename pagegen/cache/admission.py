@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pagegen.cache.growth import write_tokens
-from pagegen.cache.prefix import Node
-from pagegen.cache.sequence import TOKEN_BYTES, Packed, SequenceState, token_sum
+from pagegen.cache.growth import write_slots
+from pagegen.cache.prefix import NO_NODE, Numbers
+from pagegen.cache.sequence import Packed, SequenceState, token_sum
 from pagegen.cache.table import Blocks
 from pagegen.cache.window import cached_blocks, first_seen_block
 
@@ -27,14 +27,12 @@ class Admission:
     cached: int
     first: int
     shared: Blocks
-    last: Node | None
+    last: int
     fresh: int
     free: int
 
 
-def known_chain(
-    allocator: BlockAllocator, packed: Packed, context: bytes, most_cached: int | None = None
-) -> list[Node]:
+def known_chain(allocator: BlockAllocator, packed: Packed, context: bytes, most_cached: int | None = None) -> Numbers:
     """The index nodes of the full blocks at the start of `packed`: of the first `most_cached` tokens, and never of the
     last, which is left to compute."""
     if not isinstance(context, bytes):
@@ -43,24 +41,24 @@ def known_chain(
     if most_cached is not None:
         limit = min(limit, most_cached // allocator.block_size)
     index = allocator.pool.index
-    root = index.root(context) if limit else None
-    if root is None:
-        return []
-    gaps = allocator.window is not None
-    return index.walk(root, packed.tobytes(), allocator.block_size * TOKEN_BYTES, limit, through_gaps=gaps)
+    root = index.root(context) if limit else NO_NODE
+    if not root:
+        return np.zeros(0, dtype=np.int32)
+    return index.walk(root, packed.tobytes(), limit, through_gaps=allocator.window is not None)
 
 
-def plan(allocator: BlockAllocator, chain: list[Node], num_tokens: int) -> Admission:
+def plan(allocator: BlockAllocator, chain: Numbers, num_tokens: int) -> Admission:
     """How a sequence of `num_tokens` tokens that begins like `chain` would be admitted now."""
     size, window, pool = allocator.block_size, allocator.window, allocator.pool
-    cached = len(chain) if window is None else cached_blocks(chain, size, window)
+    blocks = pool.index.first_blocks(chain)
+    cached = len(chain) if window is None else cached_blocks(blocks, size, window)
     first = first_seen_block(cached * size, size, window)
-    shared: Blocks = np.array([node.blocks[0] for node in chain[first:cached]], dtype=np.int32)
+    shared = blocks[first:cached]
     return Admission(
         cached=cached,
         first=first,
         shared=shared,
-        last=chain[cached - 1] if cached else None,
+        last=chain.item(cached - 1) if cached else NO_NODE,
         fresh=allocator.table.blocks_for(num_tokens) - cached,
         free=max(0, pool.available_beside(shared) - allocator.watermark),
     )
@@ -72,12 +70,12 @@ def admit(allocator: BlockAllocator, seq_id: Hashable, packed: Packed, context: 
     pool.acquire(found.shared)
     fresh = pool.take(found.fresh)
     state = SequenceState(seq_id, context)
-    if found.last is not None:
-        state.node = found.last
-        found.last.users += 1
-    elif allocator.prefix_caching:
-        state.node = pool.index.enter_root(context)
     row = table.claim(state)
+    if found.last:
+        pool.index.enter(found.last)
+        table.nodes[row] = found.last
+    elif allocator.prefix_caching:
+        table.nodes[row] = pool.index.enter_root(context)
     table.reserve(found.cached + found.fresh)
     table.blocks[row, found.first : found.cached] = found.shared
     table.blocks[row, found.cached : found.cached + found.fresh] = fresh
@@ -86,7 +84,7 @@ def admit(allocator: BlockAllocator, seq_id: Hashable, packed: Packed, context: 
     table.computed[row] = table.announced[row] = cached_tokens
     table.indexed[row] = found.cached
     table.released[row] = found.first
-    write_tokens(allocator, row, cached_tokens, packed[cached_tokens:])
-    table.add_to_sum(row, token_sum(first_token, packed[first_token:cached_tokens]))  # those written by others
+    write_slots(allocator, row, cached_tokens, packed[cached_tokens:])
+    table.add_to_sum(row, token_sum(first_token, packed[first_token:]))  # those written by others too
     allocator.sequences[seq_id] = state
     return cached_tokens

@@ -13,6 +13,7 @@ import numpy as np
 from pagegen.cache import admission, growth, invariants, stats, steps, swap, window
 from pagegen.cache.growth import BlockPairs
 from pagegen.cache.pool import BlockPool, OutOfBlocks
+from pagegen.cache.prefix import NO_NODE
 from pagegen.cache.sequence import Ints, SequenceState, integer, listed, token_array
 from pagegen.cache.table import SequenceTable
 from pagegen.cache.view import SequenceView
@@ -49,7 +50,9 @@ class BlockAllocator:
         if not isinstance(prefix_caching, bool):
             raise TypeError(f"prefix_caching must be True or False, got {prefix_caching!r}")
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(self.num_blocks, self.block_size, self.num_host_blocks)
+        self.pool = BlockPool(
+            self.num_blocks, self.block_size, self.num_host_blocks, prefix_caching=self.prefix_caching
+        )
         self.table = SequenceTable(self.block_size)
         self.sequences: dict[Hashable, SequenceState] = {}
         self._queried_tokens = 0
@@ -104,10 +107,10 @@ class BlockAllocator:
         self.check_new("child", child)
         held = self.table.held(source.row)
         self.pool.acquire(held)
-        state = SequenceState(child, source.context, node=source.node)
-        if state.node is not None:
-            state.node.users += 1
+        state = SequenceState(child, source.context)
         self.table.copy_row(source.row, self.table.claim(state))
+        if node := self.table.nodes.item(state.row):
+            self.pool.index.enter(node)
         self.table.sharing.update((source.row, state.row))
         self.sequences[child] = state
 
@@ -145,7 +148,7 @@ class BlockAllocator:
             self.pool.release(self.table.held(state.row)[::-1])
         else:
             self.pool.host_free.extend(reversed(state.host))
-        steps.stand_on(self, state, None)
+        steps.stand_on(self, state.row, NO_NODE)
         self.table.give_back(state.row)
         self._last_rows = None
 

@@ -13,7 +13,7 @@ from pagegen.cache.allocator import BlockAllocator
 from pagegen.cache.growth import BlockPairs
 from pagegen.cache.invariants import InvariantBroken
 from pagegen.cache.pool import OutOfBlocks
-from pagegen.cache.prefix import Node
+from pagegen.cache.prefix import Numbers
 from pagegen.cache.sequence import Packed, integer, listed, token_array
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.window import cached_blocks
@@ -184,7 +184,7 @@ class GroupedAllocator:
             for allocator, chain in zip(self.allocators, chains, strict=True)
         ]
 
-    def _cached_everywhere(self, chains: list[list[Node]]) -> int:
+    def _cached_everywhere(self, chains: list[Numbers]) -> int:
         """The most tokens, whole blocks in every group, that need computing in none."""
         step = math.lcm(*(allocator.block_size for allocator in self.allocators))
         cached = min(len(chain) * a.block_size for a, chain in zip(self.allocators, chains, strict=True))
@@ -192,7 +192,8 @@ class GroupedAllocator:
             found = cached
             for allocator, chain in zip(self.allocators, chains, strict=True):
                 size = allocator.block_size
-                found = cached_blocks(chain[: found // size], size, allocator.window, step // size) * size
+                blocks = allocator.pool.index.first_blocks(chain[: found // size])
+                found = cached_blocks(blocks, size, allocator.window, step // size) * size
             if found == cached:
                 return cached
             cached = found

@@ -88,7 +88,7 @@ def append_each(allocator: BlockAllocator, rows: Ints, packed: Packed) -> BlockP
     since, indices = table.version, indices[growing]
     if len(growing):
         grown = rows[growing]
-        table.reserve(int(indices.max()) + 1)
+        table.reserve(int(np.maximum.reduce(indices)) + 1)
         table.blocks[grown, indices] = blocks[growing] = pool.take(len(growing))
         table.touch(grown)
     slots = blocks.astype(np.int64) * table.block_size + offsets
@@ -123,8 +123,13 @@ def own_block(allocator: BlockAllocator, row: int, index: int) -> BlockPairs:
 
 def write_tokens(allocator: BlockAllocator, row: int, start: int, packed: Packed) -> None:
     """Notes `packed` as the tokens from `start` on, in blocks that the row has."""
-    allocator.pool.slots[_slots(allocator, row, start, start + len(packed))] = packed
+    write_slots(allocator, row, start, packed)
     allocator.table.add_to_sum(row, token_sum(start, packed))
+
+
+def write_slots(allocator: BlockAllocator, row: int, start: int, packed: Packed) -> None:
+    """Puts `packed` into the slots of a row's positions from `start` on."""
+    allocator.pool.slots[_slots(allocator, row, start, start + len(packed))] = packed
 
 
 def forget_tokens(allocator: BlockAllocator, row: int, start: int, end: int) -> None:
@@ -140,6 +145,7 @@ def _slots(allocator: BlockAllocator, row: int, start: int, end: int) -> Ints:
         return np.array(
             [table.blocks.item(row, i // size) * size + i % size for i in range(start, end)], dtype=np.int64
         )
-    positions = np.arange(start, end)
-    slots: Ints = table.blocks[row].take(positions // size).astype(np.int64) * size + positions % size
-    return slots
+    first = start // size
+    blocks = table.blocks[row, first : table.blocks_for(end)].astype(np.int64)
+    slots: Ints = (blocks[:, None] * size + np.arange(size)).reshape(-1)
+    return slots[start - first * size : end - first * size]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagegen.cache import prefix
-from pagegen.cache.prefix import Node
-from pagegen.cache.sequence import TOKEN_BYTES, token_sums
+from pagegen.cache.prefix import PrefixIndex
+from pagegen.cache.sequence import token_sums
 from pagegen.cache.view import SequenceView
 from pagegen.cache.window import first_seen_block
 
@@ -151,7 +151,7 @@ def a_writable_block_has_one_owner(allocator: BlockAllocator) -> Iterator[str]:
         if allocator.state(seq_id).row in allocator.table.sharing:  # it looks, and copies, before it writes
             continue
         for block in view.blocks[view.computed // size :]:
-            if pool.refs.item(block) != 1 or pool.index.named.item(block):
+            if pool.refs.item(block) != 1 or pool.index.node_of.item(block):
                 yield f"{seq_id!r} would write into block {block}, which others refer to or find"
 
 
@@ -169,58 +169,57 @@ def a_sequence_reads_the_tokens_it_was_given(allocator: BlockAllocator) -> Itera
 def only_findable_blocks_are_cached(allocator: BlockAllocator) -> Iterator[str]:
     pool = allocator.pool
     for block in pool.cached:
-        node = pool.index.node_of[block]
-        if node is None or node.blocks != (block,):
-            yield f"cached block {block} is one of {() if node is None else node.blocks} in the index"
+        copies = pool.index.copies(pool.index.node_of.item(block))
+        if copies != (block,):
+            yield f"cached block {block} is one of {copies} in the index"
     for block in pool.free:
-        if pool.index.node_of[block] is not None:
+        if pool.index.node_of[block]:
             yield f"free block {block} still has its old hash"
 
 
 @_invariant
 def the_index_names_blocks_by_their_content(allocator: BlockAllocator) -> Iterator[str]:
     pool, index = allocator.pool, allocator.pool.index
-    for digest, node in index.nodes.items():
-        label = f"node {digest.hex()[:8]}"
-        if node.parent is None:
-            name, length = prefix.root_digest(node.tokens), len(node.tokens)
-        else:
-            name = prefix.block_digest(node.parent.digest, node.tokens)
-            length = allocator.block_size * TOKEN_BYTES
-        if name != digest or node.digest != digest or len(node.tokens) != length:
-            yield f"{label} is not the hash of its parent, tokens and context"
-        if node.parent is not None and index.nodes.get(node.parent.digest) is not node.parent:
+    known = [node for node in index.nodes() if index.is_known(node)]
+    for node in known:
+        parent, label = index.parent(node), f"node {node}"
+        if parent and index.digest(node) != prefix.block_digest(index.digest(parent), index.tokens(node)):
+            yield f"{label} is not the hash of its parent and tokens"
+        if parent and not index.is_known(parent):
             yield f"{label} stands behind one that was forgotten"
-        for block in node.blocks:
-            if index.node_of[block] is not node or pool.tokens[block].tobytes() != node.tokens:
+        if index.find(index.digest(node)) != node:
+            yield f"{label} is not found by its name"
+        for block in index.copies(node):
+            if index.node_of[block] != node or pool.tokens[block].tobytes() != index.tokens(node):
                 yield f"{label} names block {block}, which does not hold its tokens or name it"
-    for block, named in enumerate(index.node_of):
-        if (named is not None) != index.named.item(block) or (
-            named is not None and index.nodes.get(named.digest) is not named
-        ):
+    named = {block for node in known for block in index.copies(node)}
+    for block in np.flatnonzero(index.node_of).tolist():
+        if block not in named:
             yield f"block {block} has a name that the index does not know"
     for seq_id, view in _views(allocator):
+        place = prefix.root_digest(view.context)
         for position, block in enumerate(view.blocks[view.released :], view.released):
-            named = index.node_of[block]
-            if named is not None and _place(named) != (position, view.context):
+            node = index.node_of.item(block)
+            if node and _place(index, node) != (position, place):
                 yield f"block {block} of {seq_id!r} is named for another position or context"
 
 
 @_invariant
 def index_nodes_stay_while_they_are_used(allocator: BlockAllocator) -> Iterator[str]:
-    index = allocator.pool.index
-    users = Counter(node.parent for node in index.nodes.values())
-    users.update(state.node for state in allocator.sequences.values())
-    for digest, node in index.nodes.items():
-        if not node.known or node.users != users[node] or not (node.users or node.blocks):
-            yield f"node {digest.hex()[:8]} counts {node.users} users and has {users[node]}"
-        if node.latest is not None and not (node.latest.known and node.latest.parent is node):
-            yield f"node {digest.hex()[:8]} expects one that is not behind it"
-    for seq_id, state in allocator.sequences.items():
-        if state.node is not None and _place(state.node) != (
-            allocator.table.indexed.item(state.row) - 1,
-            state.context,
-        ):
+    index, table = allocator.pool.index, allocator.table
+    stands = {seq_id: table.nodes.item(state.row) for seq_id, state in allocator.sequences.items()}
+    nodes = index.nodes()
+    users = Counter([*(index.parent(node) for node in nodes), *stands.values()])
+    for node in nodes:
+        copies, latest = index.copies(node), int(index.latest[node])
+        if index.users[node] != users[node] or not (users[node] or copies) or (copies and not index.is_known(node)):
+            yield f"node {node} counts {index.users[node]} users and has {users[node]}, and {copies}"
+        if latest and not (index.is_known(latest) and index.parent(latest) == node):
+            yield f"node {node} expects one that is not behind it"
+    for seq_id, node in stands.items():
+        state = allocator.sequences[seq_id]
+        place = (table.indexed.item(state.row) - 1, prefix.root_digest(state.context))
+        if node and (node not in nodes or _place(index, node) != place):
             yield f"{seq_id!r} stands on a node of another position or context"
 
 
@@ -231,13 +230,13 @@ def eviction_takes_the_deepest_first(allocator: BlockAllocator) -> Iterator[str]
     index, refs = allocator.pool.index, allocator.pool.refs
     order = {block: place for place, block in enumerate(allocator.pool.cached)}
     for block, place in order.items():
-        parent = _parent(index.node_of[block])
-        if parent is not None and parent.blocks and not any(refs[b] or order.get(b, -1) > place for b in parent.blocks):
-            yield f"cached block {block} would outlive its parent {parent.blocks}"
-    for node in index.nodes.values():
-        parent = _parent(node)
-        if parent is not None and any(refs[b] for b in node.blocks) and not any(refs[b] for b in parent.blocks):
-            yield f"live block {node.blocks} stands behind {parent.blocks}, which can be evicted"
+        before = _before(index, index.node_of.item(block))
+        if before and not any(refs[b] or order.get(b, -1) > place for b in before):
+            yield f"cached block {block} would outlive its parent {before}"
+    for node in index.nodes():
+        blocks, before = index.copies(node), _before(index, node)
+        if index.parent(index.parent(node)) and any(refs[b] for b in blocks) and not any(refs[b] for b in before):
+            yield f"live block {blocks} stands behind {before}, which can be evicted"
 
 
 @_invariant
@@ -264,16 +263,15 @@ def sums_of_slots_agree(allocator: BlockAllocator) -> Iterator[str]:
         yield f"{stats.used_slots} slots used and {stats.wasted_slots} wasted are not {sum(used.values())} used"
 
 
-def _place(node: Node) -> tuple[int, bytes]:
-    """How many nodes stand before a block's node, or up to a root; and the context."""
+def _place(index: PrefixIndex, node: int) -> tuple[int, bytes]:
+    """How many nodes stand before a block's node, or up to a root; and the name of the context."""
     depth = -1
-    while node.parent is not None:
-        node = node.parent
+    while parent := index.parent(node):
+        node = parent
         depth += 1
-    return depth, node.tokens
+    return depth, index.digest(node)
 
 
-def _parent(node: Node | None) -> Node | None:
-    """The node of the block before, if there is one: a root has no blocks."""
-    parent = None if node is None else node.parent
-    return None if parent is None or parent.parent is None else parent
+def _before(index: PrefixIndex, node: int) -> tuple[int, ...]:
+    """The blocks of the node before, if there are any: a root has none."""
+    return index.copies(index.parent(node))

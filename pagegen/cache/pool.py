@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagegen.cache.prefix import Node, PrefixIndex
-from pagegen.cache.sequence import Ints, Packed
+from pagegen.cache.eviction import EvictionOrder
+from pagegen.cache.prefix import NO_NODE, Named, Numbers, PrefixIndex
+from pagegen.cache.prefix_compiled import open_index
+from pagegen.cache.sequence import TOKEN_BYTES, Ints, Packed
 
 
 class OutOfBlocks(RuntimeError):
@@ -39,11 +41,14 @@ class BlockPool:
     will do. `tokens` are those of every block's slots, the `num_host_blocks` blocks of the host behind the others.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, prefix_caching: bool = True
+    ) -> None:
         self.refs: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self.free: list[int] = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is taken first
-        self.cached: OrderedDict[int, None] = OrderedDict()
-        self.index = PrefixIndex(num_blocks)
+        self.cached = EvictionOrder(num_blocks)
+        make_index = open_index if prefix_caching else PrefixIndex  # in which nothing is named
+        self.index = make_index(num_blocks, block_size * TOKEN_BYTES)
         self.host_free: list[int] = list(range(num_host_blocks - 1, -1, -1))
         self.tokens: Packed = np.zeros((num_blocks + num_host_blocks, block_size), dtype=np.uint32)
         self.slots: Packed = self.tokens.reshape(-1)  # the same memory, by slot
@@ -67,7 +72,7 @@ class BlockPool:
 
     def not_own(self, blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Of each of `blocks`, all referred to, whether others refer to it too, or find it by its name."""
-        found: npt.NDArray[np.bool_] = (self.refs.take(blocks) != 1) | self.index.named.take(blocks)
+        found: npt.NDArray[np.bool_] = (self.refs.take(blocks) != 1) | (self.index.node_of.take(blocks) != NO_NODE)
         return found
 
     def require(self, needed: int, free: int | None = None) -> None:
@@ -78,10 +83,10 @@ class BlockPool:
 
     def take(self, count: int) -> Ints:
         """`count` blocks with one reference each and no name in the index; at most `available`."""
-        for _ in range(count - len(self.free)):
-            oldest, _ = self.cached.popitem(last=False)
+        if count > len(self.free):
+            oldest = self.cached.pop(count - len(self.free)).tolist()
             self.index.remove(oldest)
-            self.free.append(oldest)
+            self.free.extend(oldest)
         left = len(self.free) - count
         blocks: Ints = np.array(self.free[left:][::-1], dtype=np.int64)
         del self.free[left:]
@@ -90,49 +95,51 @@ class BlockPool:
 
     def acquire(self, blocks: npt.NDArray[np.int32]) -> None:
         """One more reference to each of `blocks`, live or cached ones."""
-        for block in blocks[self.refs[blocks] == 0].tolist():
-            del self.cached[block]
+        self.cached.withdraw(blocks[self.refs[blocks] == 0])
         self.refs[blocks] += 1
 
     def release(self, blocks: npt.NDArray[np.int32]) -> None:
         """One reference less to each of `blocks`, in the order given: a sequence's last block first."""
         self.refs[blocks] -= 1
-        for block in blocks[self.refs[blocks] == 0].tolist():
-            node = self.index.node_of[block]
-            if node is not None and len(node.blocks) == 1:
-                self.cached[block] = None
-                continue
-            if node is not None:
-                self.index.remove(block)
-            self.free.append(block)
+        unused = blocks[self.refs[blocks] == 0]
+        kept = self.index.only_copies(unused)
+        self.cached.push(unused[kept])
+        if kept.all():
+            return
+        spare = unused[~kept]
+        if self.index.node_of[spare].any():
+            self.index.remove(spare[self.index.node_of[spare] != NO_NODE].tolist())
+        self.free.extend(spare.tolist())
 
-    def name(self, parent: Node, tokens: bytes, block: int) -> Node | None:
-        """Lets others find the live `block` by its content: its node. None where a hash collision forbids it."""
-        node = self.index.insert(parent, tokens, block)
-        if node is not None and len(node.blocks) > 1:
-            self._free_spare_copies(node)
-        return node
+    def name(self, nodes: Ints, counts: Ints, blocks: Numbers) -> Named:
+        """Lets others find live blocks by their content: runs of counts[i] of `blocks`, behind nodes[i]. The last nodes
+        of the runs, and how many of each were named."""
+        named = self.index.name(nodes, counts, blocks, self.tokens[blocks].tobytes())
+        if named.joined:
+            self._free_spare(named.joined)
+        return named
 
-    def name_again(self, node: Node, block: int) -> None:
+    def name_again(self, node: int, block: int) -> None:
         """Lets others find the live `block` as one that holds the tokens of `node`."""
         self.index.fill(node, block)
-        self._free_spare_copies(node)
+        self._free_spare(self.index.copies(node))
 
     def make_writable(self, block: int) -> None:
         """Forgets the name of a block with one reference, whose content is about to change."""
-        if self.index.node_of[block] is not None:
-            self.index.remove(block)
+        if self.index.node_of[block]:
+            self.index.remove([block])
 
-    def forget_behind(self, nodes: list[Node]) -> None:
+    def forget_behind(self, nodes: list[int]) -> None:
         """Nothing that stands behind `nodes` can be found any more."""
-        for block in self.index.forget_behind(nodes):
-            if not self.refs[block]:
-                del self.cached[block]
-                self.free.append(block)
+        self._free_cached(self.index.forget_behind(nodes))
 
-    def _free_spare_copies(self, node: Node) -> None:
-        """Frees the blocks of a node that nobody refers to, since a live one now holds the same tokens."""
-        for spare in [block for block in node.blocks if not self.refs[block]]:
-            self.index.remove(spare)
-            del self.cached[spare]
-            self.free.append(spare)
+    def _free_spare(self, blocks: Iterable[int]) -> None:
+        """Frees those of `blocks` that nobody refers to, since a live one now holds the same tokens."""
+        self.index.remove(self._free_cached(dict.fromkeys(blocks)))
+
+    def _free_cached(self, blocks: Iterable[int]) -> list[int]:
+        """Makes the cached ones of `blocks` free ones, and returns them."""
+        cached = [block for block in blocks if not self.refs[block]]
+        self.cached.withdraw(np.array(cached, dtype=np.int32))
+        self.free.extend(cached)
+        return cached

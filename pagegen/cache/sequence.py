@@ -11,8 +11,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pagegen.cache.prefix import Node
-
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Packed = npt.NDArray[np.uint32]
@@ -30,14 +28,12 @@ _MIX = 0x1E3779B97F4A7C15  # the golden ratio's digits: odd, and its multiples a
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A sequence in the cache. Its numbers and its blocks are row `row` of the table; its first full blocks were
-    offered to the prefix index, the last of them as `node` (the root of its context at first, None without prefix
-    caching); `host` are the host blocks it lies in while it is swapped out."""
+    """A sequence in the cache. Its numbers and its blocks are row `row` of the table; `host` are the host blocks it
+    lies in while it is swapped out."""
 
     seq_id: Hashable
     context: bytes
     row: int = -1
-    node: Node | None = None
     host: list[int] | None = None
 
 
@@ -46,13 +42,16 @@ def pack_tokens(tokens: Iterable[int], name: str = "tokens") -> array[int]:
 
     Raises TypeError for what is not integers and ValueError for an id outside 0..2^32-1.
     """
+    plain = isinstance(tokens, (list, tuple, range))
     if isinstance(tokens, array) and tokens.typecode == TOKEN_CODE:
         return tokens
     # array() would take bytes for raw machine words; sets and mappings have no order that means anything
-    if isinstance(tokens, (str, bytes, bytearray, memoryview, Set, Mapping)) or getattr(tokens, "ndim", 1) != 1:
+    if not plain and (
+        isinstance(tokens, (str, bytes, bytearray, memoryview, Set, Mapping)) or getattr(tokens, "ndim", 1) != 1
+    ):
         raise TypeError(f"{name} must be a 1-D sequence of integers, got {type(tokens).__name__}")
     try:
-        values = tokens if isinstance(tokens, (list, tuple, range)) else list(tokens)
+        values = tokens if plain else list(tokens)
         return array(TOKEN_CODE, values)
     except OverflowError:
         wrong = next(value for value in values if not 0 <= value <= _MAX_TOKEN)
@@ -78,7 +77,10 @@ def token_array(tokens: Iterable[int]) -> Packed:
 def token_sums(positions: Ints, packed: Packed) -> Ints:
     """A number for each token and its position, to be summed over a sequence (modulo 2^64): whoever reads other tokens
     than a sequence was given, or in another order, comes to another sum."""
-    return packed * (positions * _MIX | 1)
+    sums: Ints = positions * _MIX
+    sums |= 1
+    sums *= packed
+    return sums
 
 
 def token_sum(start: int, packed: Packed) -> int:

@@ -82,13 +82,8 @@ def _wasted_slots(allocator: BlockAllocator) -> int:
 def bookkeeping_bytes(allocator: BlockAllocator) -> int:
     """Memory of the bookkeeping in bytes: what `BlockAllocator.bookkeeping_bytes` says."""
     pool, table = allocator.pool, allocator.table
-    index = pool.index
-    arrays = pool.refs.nbytes + pool.tokens.nbytes + index.named.nbytes + table.nbytes
-    containers = (pool.free, pool.host_free, pool.cached, index.nodes, index.node_of, table.states, allocator.sequences)
+    arrays = pool.refs.nbytes + pool.tokens.nbytes + pool.index.nbytes + pool.cached.nbytes + table.nbytes
+    containers = (pool.free, pool.host_free, table.states, allocator.sequences)
     # a block's number is an int of its own, in the stack of free ones or wherever it goes from there
     held = allocator.num_blocks * _INT_BYTES + sum(getsizeof(state) for state in allocator.sequences.values())
-    nodes = sum(
-        getsizeof(node) + getsizeof(node.digest) + getsizeof(node.tokens) + getsizeof(node.blocks)
-        for node in index.nodes.values()
-    )
-    return arrays + sum(getsizeof(container) for container in containers) + held + nodes
+    return arrays + sum(getsizeof(container) for container in containers) + held

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pagegen.cache.growth import BlockPairs, copies_needed, own_block
-from pagegen.cache.prefix import Node
-from pagegen.cache.sequence import TOKEN_BYTES, Ints, SequenceState, integer, listed
-from pagegen.cache.table import spread
+from pagegen.cache.sequence import Ints, SequenceState, integer, listed
+from pagegen.cache.table import Blocks, spread
 from pagegen.cache.window import first_seen_block, release_unseen
 
 if TYPE_CHECKING:
@@ -88,49 +87,42 @@ def announce_one(allocator: BlockAllocator, row: int, end: int) -> BlockPairs:
     table.announced[row] = start
     if end > start:
         table.computed[row] = end
-        if allocator.prefix_caching and end // table.block_size > table.indexed.item(row):
-            _name_blocks(allocator, np.array([row]), np.array([end // table.block_size]))
+        first, full = table.indexed.item(row), end // table.block_size
+        if allocator.prefix_caching and full > first:
+            _name(allocator, np.array([row]), np.array([full - first]), table.blocks[row, first:full])
     return []
 
 
 def _name_blocks(allocator: BlockAllocator, rows: Ints, full: Ints) -> None:
     """Offers the blocks of `rows` before `full`, now computed, to the prefix index, in order."""
-    table, pool = allocator.table, allocator.pool
+    table = allocator.table
     indexed = table.indexed.take(rows)
-    behind = (full > indexed).nonzero()[0]
+    counts = full - indexed
+    behind = counts.nonzero()[0]
     if not len(behind):
         return
-    rows, first = rows[behind], indexed[behind]
-    counts = full[behind] - first
+    rows, first, counts = rows[behind], indexed[behind], counts[behind]
     # one block each, as in decode: they are as `spread` would give them
-    writers, indices = (rows, first) if counts.max() == 1 else spread(rows, first, counts)
-    blocks = table.blocks[writers, indices]
-    ids, packed, size = blocks.tolist(), pool.tokens[blocks].tobytes(), allocator.block_size * TOKEN_BYTES
-    start = 0  # of a row's blocks in `ids`
-    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-        state = table.states[row]
-        assert state is not None  # the table has a state for each row in use
-        node, i, end = state.node, start, start + count
-        while node is not None and i < end:
-            child = pool.name(node, packed[i * size : (i + 1) * size], ids[i])
-            if child is None:
-                break
-            node, i = child, i + 1
-        if node is not None and state.node is not None and i > start:
-            state.node.users -= 1  # the nodes behind it need it from here on
-            state.node = node
-            node.users += 1
-            table.indexed[row] += i - start
-        start = end
+    writers, indices = (rows, first) if np.maximum.reduce(counts) == 1 else spread(rows, first, counts)
+    _name(allocator, rows, counts, table.blocks[writers, indices])
 
 
-def stand_on(allocator: BlockAllocator, state: SequenceState, node: Node | None) -> None:
+def _name(allocator: BlockAllocator, rows: Ints, counts: Ints, blocks: Blocks) -> None:
+    """Offers each row's next counts[i] of `blocks`."""
+    table = allocator.table
+    named = allocator.pool.name(table.nodes[rows], counts, blocks)
+    table.nodes[rows] = named.last
+    table.indexed[rows] += named.done
+
+
+def stand_on(allocator: BlockAllocator, row: int, node: int) -> None:
     """Makes `node` the last named block of a sequence."""
-    left, state.node = state.node, node
-    if node is not None:
-        node.users += 1
-    if left is not None:
-        allocator.pool.index.leave(left)
+    index, left = allocator.pool.index, allocator.table.nodes.item(row)
+    allocator.table.nodes[row] = node
+    if node:
+        index.enter(node)
+    if left:
+        index.leave(left)
 
 
 def step_back(allocator: BlockAllocator, state: SequenceState, length: int) -> None:
@@ -140,10 +132,10 @@ def step_back(allocator: BlockAllocator, state: SequenceState, length: int) -> N
         column[row] = min(column.item(row), length)
     indexed = min(table.indexed.item(row), length // allocator.block_size)
     if indexed < table.indexed.item(row):
-        node = state.node
+        node = table.nodes.item(row)
         for _ in range(table.indexed.item(row) - indexed):
-            node = None if node is None else node.parent
-        stand_on(allocator, state, node)
+            node = allocator.pool.index.parent(node)
+        stand_on(allocator, row, node)
         table.indexed[row] = indexed
 
 
@@ -190,17 +182,17 @@ def take_back(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> None:
         step_back(allocator, state, length)
         table.sharing.add(state.row)
         table.reshape(state.row)
-    tainted = [index.remove(block) for block in written if index.named.item(block)]
+    named = [block for block in written if index.node_of[block]]
+    tainted = index.node_of[named].tolist()
+    index.remove(named)
     allocator.pool.forget_behind(tainted)
     for state in allocator.sequences.values():  # what they computed rightly gets new names with their next step
-        node, indexed = state.node, table.indexed.item(state.row)
-        while node is not None and not node.known:
-            node, indexed = node.parent, indexed - 1
+        node, indexed = table.nodes.item(state.row), table.indexed.item(state.row)
+        while node and not index.is_known(node):
+            node, indexed = index.parent(node), indexed - 1
         if indexed >= table.released.item(state.row):
-            stand_on(allocator, state, node)
+            stand_on(allocator, state.row, node)
             table.indexed[state.row] = indexed
-    for node in tainted:
-        index.prune(node)
 
 
 def _written_behind(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> list[int]:

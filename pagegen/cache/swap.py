@@ -8,7 +8,7 @@ import numpy as np
 
 from pagegen.cache.growth import BlockPairs
 from pagegen.cache.pool import OutOfBlocks
-from pagegen.cache.prefix import Node
+from pagegen.cache.prefix import NO_BLOCK, NO_NODE
 from pagegen.cache.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def swap_in(allocator: BlockAllocator, state: SequenceState) -> BlockPairs:
     check_in(allocator, state)
     table, pool = allocator.table, allocator.pool
     nodes, host = _nodes(allocator, state), state.host or []
-    found = _findable(nodes)
+    found = _findable(allocator, nodes)
     pool.acquire(np.array(list(found.values()), dtype=np.int32))
     fresh = dict(
         zip([i for i in range(len(host)) if i not in found], pool.take(len(host) - len(found)).tolist(), strict=True)
@@ -52,8 +52,8 @@ def swap_in(allocator: BlockAllocator, state: SequenceState) -> BlockPairs:
     table.reshape(state.row)
     for i, block in fresh.items():
         pool.tokens[block] = pool.tokens[allocator.num_blocks + host[i]]
-        node = nodes[i] if i < len(nodes) else None
-        if node is not None:
+        node = nodes[i] if i < len(nodes) else NO_NODE
+        if node:
             pool.name_again(node, block)
     pool.host_free.extend(reversed(host))
     return [(block, host[i]) for i, block in fresh.items()]
@@ -65,22 +65,22 @@ def check_in(allocator: BlockAllocator, state: SequenceState, lookahead: int = 0
     pool, table = allocator.pool, allocator.table
     length = table.lengths.item(state.row)
     needed = len(state.host or ()) + table.blocks_for(length + lookahead) - table.blocks_for(length)
-    found = np.array(list(_findable(_nodes(allocator, state)).values()), dtype=np.int32)
+    found = np.array(list(_findable(allocator, _nodes(allocator, state)).values()), dtype=np.int32)
     kept_back = allocator.watermark if pool.available < allocator.num_blocks else 0
     pool.require(needed - len(found), max(0, pool.available_beside(found) - kept_back))
 
 
-def _nodes(allocator: BlockAllocator, state: SequenceState) -> list[Node | None]:
-    """The index nodes of the first blocks that a sequence holds, None for one that was forgotten."""
-    table = allocator.table
-    nodes: list[Node | None] = []
-    node = state.node
+def _nodes(allocator: BlockAllocator, state: SequenceState) -> list[int]:
+    """The index nodes of the first blocks that a sequence holds, NO_NODE for one that was forgotten."""
+    table, index = allocator.table, allocator.pool.index
+    nodes, node = list[int](), table.nodes.item(state.row)
     for _ in range(table.indexed.item(state.row) - table.released.item(state.row)):
-        nodes.append(node if node is not None and node.known else None)
-        node = None if node is None else node.parent
+        nodes.append(node if index.is_known(node) else NO_NODE)
+        node = index.parent(node)
     return nodes[::-1]
 
 
-def _findable(nodes: list[Node | None]) -> dict[int, int]:
+def _findable(allocator: BlockAllocator, nodes: list[int]) -> dict[int, int]:
     """Of the nodes that still have a block, a block, by their place in `nodes`."""
-    return {i: node.blocks[0] for i, node in enumerate(nodes) if node is not None and node.blocks}
+    blocks = allocator.pool.index.first_blocks(np.array(nodes, dtype=np.int32)).tolist()
+    return {i: block for i, block in enumerate(blocks) if block != NO_BLOCK}

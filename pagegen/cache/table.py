@@ -12,8 +12,8 @@ from pagegen.cache.sequence import Ints, SequenceState
 
 Blocks = npt.NDArray[np.int32]
 
-_COLUMNS = 8
-_COPIED_COLUMNS = 6  # by a fork: all but the two that say when
+_COLUMNS = 9
+_COPIED_COLUMNS = 7  # by a fork: all but the two that say when
 
 
 class Appended(NamedTuple):
@@ -40,8 +40,9 @@ class SequenceTable:
     """One row a sequence; rows are used again. Every column is int64 [rows]:
 
     `lengths` tokens; `computed` those that are in the cache, or will be once the step now announced has run;
-    `announced` how many were computed before that step; `indexed` blocks offered to the prefix index; `released`
-    leading blocks given back because no query sees them any more; `sums` the sum of `token_sums` over the tokens in
+    `announced` how many were computed before that step; `indexed` blocks offered to the prefix index; `nodes` the
+    last of those there (the root of the context at first, NO_NODE without prefix caching); `released` leading blocks
+    given back because no query sees them any more; `sums` the sum of `token_sums` over the tokens in
     the others; `changed` and `reshaped` when the row's blocks last changed in any way, respectively otherwise than by
     growing at the end, on the clock `version`. `blocks` is int32 [rows, widest], 0 where a row holds no block. Both
     grow by doubling.
@@ -155,7 +156,9 @@ class SequenceTable:
     def _set_numbers(self, numbers: Ints) -> None:
         """Makes the columns views of `numbers`, [_COLUMNS, rows]."""
         self._numbers = numbers
-        self.lengths, self.computed, self.announced, self.indexed, self.released, self.sums = numbers[:_COPIED_COLUMNS]
+        self.lengths, self.computed, self.announced, self.indexed, self.nodes, self.released, self.sums = numbers[
+            :_COPIED_COLUMNS
+        ]
         self.changed, self.reshaped = numbers[_COPIED_COLUMNS:]
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagegen.cache.growth import forget_tokens
-from pagegen.cache.prefix import Node
+from pagegen.cache.prefix import NO_BLOCK, Numbers
 from pagegen.cache.sequence import Ints
 
 if TYPE_CHECKING:
@@ -18,12 +17,12 @@ def first_seen_block(position: int, block_size: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
-def cached_blocks(chain: Sequence[Node], block_size: int, window: int | None, multiple: int = 1) -> int:
-    """How many leading blocks of `chain` need not be computed: the most, a multiple of `multiple`, such that all that
-    the next query sees of them are there."""
+def cached_blocks(blocks: Numbers, block_size: int, window: int | None, multiple: int = 1) -> int:
+    """How many leading ones of a chain's `blocks`, NO_BLOCK for one that is gone, need not be computed: the most, a
+    multiple of `multiple`, such that all that the next query sees of them are there."""
     found, gap = 0, -1  # gap: the last block that is not there
-    for count, node in enumerate(chain, 1):
-        if not node.blocks:
+    for count, block in enumerate(blocks.tolist(), 1):
+        if block == NO_BLOCK:
             gap = count - 1
         if count % multiple == 0 and gap < first_seen_block(count * block_size, block_size, window):
             found = count

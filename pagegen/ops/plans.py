@@ -184,9 +184,9 @@ def prepare(
     *,
     artefacts: str | os.PathLike[str] | None = None,
 ) -> DispatchRule | None:
-    """Chooses and compiles the variants that serve `spec` on `layout`, and what writes to its caches, so that serving
-    compiles nothing: `pagegen.targets.compiled()` is the same before and after. (`rope_write_kv` and `copy_blocks`
-    compile at their first call on a GPU.)
+    """Chooses and compiles the variants that serve `spec` on `layout`, what writes to its caches, and the caches' own
+    prefix index, so that serving compiles nothing: `pagegen.targets.compiled()` is the same before and after.
+    (`rope_write_kv` and `copy_blocks` compile at their first call on a GPU.)
 
     `target` defaults to this machine's, `db` (a Database, path or URL) to the default database. `artefacts` is a folder
     that `pagegen build` made (default: `PAGEGEN_ARTEFACTS`): its kernels are loaded in place of being compiled where
@@ -198,6 +198,7 @@ def prepare(
     check.instance("spec", spec, AttentionSpec)
     check.instance("layout", layout, CacheLayout)
     from pagegen import modifiers, targets
+    from pagegen.cache import prefix_compiled
 
     modifiers.find_both(spec.score_mod, spec.mask_mod)  # an unknown one is refused here, not served densely ever after
     where = Target.current() if target is None else Target.parse(target)
@@ -209,6 +210,7 @@ def prepare(
     plan = make_plan(spec, layout, where, db)
     plan.compile()
     targets.warm_up_writes(spec, layout, where)
+    prefix_compiled.available()
     _PREPARED[spec, layout, where] = plan
     _forget_calls()
     return plan.rule

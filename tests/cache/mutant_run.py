@@ -32,21 +32,28 @@ def changed_copy(folder: Path, module: str, text: str, replacement: str) -> Path
     """A copy of the package in `folder`, with `text` replaced, which must occur just once."""
     copy = folder / "cache"
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    path = copy / f"{module}.py"
+    path = copy / module
     source = path.read_text(encoding="utf-8")
     if source.count(text) != 1:
-        raise LookupError(f"pagegen/cache/{module}.py has it {source.count(text)} times, not once: {text!r}")
+        raise LookupError(f"pagegen/cache/{module} has it {source.count(text)} times, not once: {text!r}")
     path.write_text(source.replace(text, replacement), encoding="utf-8")
     return copy
 
 
 def verdict(
-    copy: Path, *, focus: str = "all", tensors: bool = False, invariants: bool = True, examples: int, limit_s: float
+    copy: Path,
+    *,
+    focus: str = "all",
+    tensors: bool = False,
+    compiled: bool = True,
+    invariants: bool = True,
+    examples: int,
+    limit_s: float,
 ) -> Verdict:
-    """What the machine says of the copy, from the same random numbers every time. Without `invariants` the cache's own
-    checks of itself are left out."""
+    """What the machine says of the copy, from the same random numbers every time, with the prefix index `compiled` or
+    in Python. Without `invariants` the cache's own checks of itself are left out."""
     ours, theirs = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_run, args=(theirs, copy, focus, tensors, invariants, examples))
+    process = _CONTEXT.Process(target=_run, args=(theirs, copy, focus, tensors, compiled, invariants, examples))
     process.start()
     theirs.close()
     try:
@@ -58,9 +65,14 @@ def verdict(
         process.join()
 
 
-def _run(report: Connection, copy: Path, focus: str, tensors: bool, invariants: bool, examples: int) -> None:
+def _run(
+    report: Connection, copy: Path, focus: str, tensors: bool, compiled: bool, invariants: bool, examples: int
+) -> None:
     try:
         _import_from(copy)
+        from pagegen.cache import pool, prefix, prefix_compiled
+
+        pool.open_index = prefix_compiled.CompiledIndex if compiled else prefix.PrefixIndex
         import machine_faults
         from hypothesis import HealthCheck, Phase, settings
         from hypothesis.stateful import run_state_machine_as_test

@@ -167,16 +167,18 @@ class NaiveGroup:
         """After a failed step: which names go besides those of what it was to write, and who may give new ones, is left
         to the books. What can still be found must have been written."""
         index = self.books.pool.index
-        self.named = {b: contents.read([b])[-1] for b, node in enumerate(index.node_of) if node is not None}
+        self.named = {b: contents.read([b])[-1] for b, node in enumerate(index.node_of) if node}
         assert POISON not in self.named.values(), f"blocks that were never written can be found: {self.named}"
         self.unused = {block: None for block in self.unused if block in self.named}
         for seq_id, naive in model.items():
-            nodes, node = [], self.books.sequences[seq_id].node
+            nodes, node = [], self.books.table.nodes.item(self.books.sequences[seq_id].row)
             for _ in range(self.books.sequence(seq_id).indexed):
                 nodes.append(node)
-                node = node.parent
+                node = index.parent(node)
             ends = naive.names[self.size - 1 :: self.size]
-            self.stands[seq_id] = [(name, node.known) for name, node in zip(ends, reversed(nodes), strict=False)]
+            self.stands[seq_id] = [
+                (name, index.is_known(node)) for name, node in zip(ends, reversed(nodes), strict=False)
+            ]
 
     # what must be so between operations
 

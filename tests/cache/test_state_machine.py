@@ -21,11 +21,16 @@ RARE = (
 
 
 @pytest.mark.parametrize(
-    ("machine", "examples", "least"),
-    [(CacheMachine, 560, 20_000), (TensorMachine, 60, 2_000)],
-    ids=["books", "tensors"],
+    ("machine", "index_class", "examples", "least"),
+    [
+        (CacheMachine, "compiled", 560, 20_000),
+        (CacheMachine, "python", 140, 5_000),
+        (TensorMachine, "compiled", 60, 2_000),
+    ],
+    ids=["books", "books with the index in Python", "tensors"],
+    indirect=["index_class"],
 )
-def test_random_operations_never_mix_up_what_sequences_read(machine, examples, least, nightly):
+def test_random_operations_never_mix_up_what_sequences_read(machine, index_class, examples, least, nightly):
     COUNTS.clear()
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     for _ in range(RUNS):

@@ -364,7 +364,7 @@ def test_the_memory_of_a_block_is_counted_against_that_of_the_models_keys_and_va
     assert memory.kv_bytes_per_block(16) == 16 * 32 * 1024  # 16 layers, 8 heads of 64, bfloat16
     monkeypatch.setattr(memory, "TOKENS", 1 << 15)
     found = memory.measure(16, "traced")
-    assert 0 < found["empty"] < found["live"]
+    assert found["empty"] > 0 and found["live"] > 0 and found["cached"] > 0
 
 
 # ---- the server's runs -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagegen import BlockAllocator, CacheLayout, OutOfBlocks, PagedKVCache
-from pagegen.cache import BatchBuffers, prefix
+from pagegen.cache import BatchBuffers, pool, prefix
 from pagegen.cache.prefix import block_digest
 
 SIZE = 4
@@ -166,6 +166,7 @@ def test_a_decode_step_enters_as_many_functions_for_256_sequences_as_for_one():
 
 
 def test_a_long_prompt_that_is_known_is_not_hashed_but_compared(monkeypatch):
+    monkeypatch.setattr(pool, "open_index", prefix.PrefixIndex)
     allocator, prompt = BlockAllocator(3100, 16), list(range(32_768))
     allocator.add("first", prompt)
     allocator.mark_computed("first", len(prompt))

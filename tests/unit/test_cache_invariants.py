@@ -8,6 +8,9 @@ import pytest
 
 from pagegen.cache import BlockAllocator, InvariantBroken
 from pagegen.cache.invariants import INVARIANTS
+from pagegen.cache.prefix import FORGOTTEN, NO_NODE
+
+pytestmark = pytest.mark.usefixtures("index_class")
 
 
 def alter(target, **changes):
@@ -21,7 +24,20 @@ def misreport(a, **figures):
 
 
 def node_of(a, block):
-    return a.pool.index.node_of[block]
+    return a.pool.index.node_of.item(block)
+
+
+def set_node(a, block, **columns):
+    """Changes the node of a block."""
+    for name, value in columns.items():
+        getattr(a.pool.index, name)[node_of(a, block)] = value
+
+
+def rename(a, block):
+    """Makes the index hold other tokens, or an other name, than it gave a node."""
+    index, node = a.pool.index, node_of(a, block)
+    names = getattr(index, "_digests", None) or index.digests
+    names[node] = names[index.root(b"")]
 
 
 def row_of(a, seq_id):
@@ -84,7 +100,7 @@ FAULTS = {
     ],
     "a_referenced_block_is_never_free": [
         lambda a: a.pool.free.append(blocks_of(a, "a").item(0)),
-        lambda a: a.pool.cached.__setitem__(blocks_of(a, "b").item(-1), None),
+        lambda a: a.pool.cached.push(blocks_of(a, "b")[-1:]),
     ],
     "a_block_is_free_live_or_cached": [
         lambda a: a.pool.free.pop(),  # a leak
@@ -112,27 +128,28 @@ FAULTS = {
         lambda a: set_block(a, "b", 2, a.pool.free[-1]),  # a missed copy
     ],
     "only_findable_blocks_are_cached": [
-        lambda a: a.pool.index.remove(next(iter(a.pool.cached))),
+        lambda a: a.pool.index.remove([next(iter(a.pool.cached))]),
         lambda a: a.pool.index.node_of.__setitem__(a.pool.free[0], node_of(a, blocks_of(a, "a")[0])),
     ],
     "the_index_names_blocks_by_their_content": [
         lambda a: set_token(a, "a", 0, 77),  # a stale hash
         lambda a: alter(a.sequences["a"], context=b"other"),
-        lambda a: alter(node_of(a, blocks_of(a, "a")[1]), parent=a.pool.index.root(b"")),
-        lambda a: a.pool.index.nodes.pop(node_of(a, blocks_of(a, "a")[0]).digest),
+        lambda a: set_node(a, blocks_of(a, "a")[1], parents=a.pool.index.root(b"")),
+        lambda a: rename(a, blocks_of(a, "a")[0]),
+        lambda a: set_node(a, blocks_of(a, "a")[0], states=FORGOTTEN),
         lambda a: a.pool.index.fill(node_of(a, blocks_of(a, "a")[0]), blocks_of(a, "b").item(-1)),
-        lambda a: a.pool.index.named.__setitem__(a.pool.free[0], True),
-        lambda a: a.pool.index.node_of.__setitem__(blocks_of(a, "a")[0], None),
+        lambda a: a.pool.index.node_of.__setitem__(a.pool.free[0], a.pool.index.root(b"")),
+        lambda a: a.pool.index.node_of.__setitem__(blocks_of(a, "a")[0], NO_NODE),
         lambda a: swap_blocks(a, "a", "b", "c"),
     ],
     "index_nodes_stay_while_they_are_used": [
-        lambda a: alter(node_of(a, blocks_of(a, "a")[0]), users=0),
-        lambda a: alter(a.sequences["a"], node=node_of(a, blocks_of(a, "a")[0])),
-        lambda a: alter(a.pool.index.root(b""), latest=node_of(a, blocks_of(a, "a")[1])),
+        lambda a: set_node(a, blocks_of(a, "a")[0], users=0),
+        lambda a: set_number(a, "a", nodes=node_of(a, blocks_of(a, "a")[0])),
+        lambda a: a.pool.index.latest.__setitem__(a.pool.index.root(b""), node_of(a, blocks_of(a, "a")[1])),
     ],
     "eviction_takes_the_deepest_first": [
-        lambda a: a.pool.cached.move_to_end(next(iter(a.pool.cached))),
-        lambda a: a.pool.index.remove(blocks_of(a, "a").item(0)),  # what stands behind is live
+        lambda a: a.pool.cached.push(a.pool.cached.pop(1)),
+        lambda a: a.pool.index.remove([blocks_of(a, "a").item(0)]),  # what stands behind is live
     ],
     "a_window_keeps_what_a_query_sees": [
         lambda a: set_number(a, "a", released=1),

@@ -10,8 +10,10 @@ import pytest
 
 from pagegen.cache import BlockAllocator, OutOfBlocks, prefix
 from pagegen.cache.admission import known_chain
-from pagegen.cache.prefix import PrefixIndex, block_digest, root_digest
+from pagegen.cache.prefix import block_digest, root_digest
 from pagegen.cache.sequence import token_array
+
+pytestmark = pytest.mark.usefixtures("index_class")
 
 
 def computed(allocator, seq_id, tokens, **options):
@@ -117,12 +119,13 @@ def test_without_prefix_caching_nothing_is_found_or_kept():
     computed(allocator, "a", range(8))
     assert known(allocator, range(9)) == 0
     allocator.free("a")
-    assert allocator.stats().free_blocks == 8 and not allocator.pool.index.nodes
+    assert allocator.stats().free_blocks == 8 and not allocator.pool.index.nodes()
 
 
 def named_blocks(allocator):
     """Blocks that the index knows."""
-    return sum(len(node.blocks) for node in allocator.pool.index.nodes.values())
+    index = allocator.pool.index
+    return sum(len(index.copies(node)) for node in index.nodes())
 
 
 def findable(allocator, tokens):
@@ -189,7 +192,7 @@ def test_a_reused_block_forgets_its_old_hash_at_once():
     allocator.free("a")
     allocator.add("b", range(50, 58))
     allocator.check_invariants()
-    assert not named_blocks(allocator) and allocator.pool.index.node_of == [None, None]
+    assert not named_blocks(allocator) and not allocator.pool.index.node_of.any()
     allocator.free("b")
     assert known(allocator, range(8)) == 0 and known(allocator, range(50, 58)) == 0
 
@@ -221,7 +224,8 @@ def test_what_stood_behind_a_rewritten_block_is_found_again_only_once_that_is_co
         allocator.free(seq_id)
     allocator.add("filler", range(100, 132))
     allocator.check_invariants()
-    assert not named_blocks(allocator) and allocator.pool.index.root(b"").latest is None
+    index = allocator.pool.index
+    assert not named_blocks(allocator) and not index.latest[index.root(b"")]
 
 
 def test_the_index_keeps_nothing_of_what_was_evicted_and_freed():
@@ -230,12 +234,12 @@ def test_the_index_keeps_nothing_of_what_was_evicted_and_freed():
         computed(allocator, turn, [turn, turn, 1, 2, turn], context=bytes([turn % 3]))
         if turn:
             allocator.free(turn - 1)
-    assert len(allocator.pool.index.nodes) <= 6 + 3
+    assert len(allocator.pool.index.nodes()) <= 6 + 3
     allocator.free(19)
     allocator.add("filler", range(12))
-    assert list(allocator.pool.index.nodes) == [root_digest(b"")]
+    assert allocator.pool.index.nodes() == [allocator.pool.index.root(b"")]
     allocator.free("filler")
-    assert not allocator.pool.index.nodes
+    assert not allocator.pool.index.nodes()
 
 
 def test_a_block_found_by_another_is_copied_when_its_first_owner_rewrites_it():
@@ -287,8 +291,8 @@ def test_the_hit_rate_counts_all_tokens_that_were_added():
     assert (stats.queried_tokens, stats.hit_tokens, stats.hit_rate) == (16, 4, 0.25)
 
 
-def test_a_hash_collision_neither_shares_blocks_nor_breaks_the_index(monkeypatch):
-    monkeypatch.setattr(prefix, "block_digest", lambda parent, tokens: bytes([sum(tokens) % 2, len(parent) % 7]))
+@pytest.mark.usefixtures("colliding_names")
+def test_a_hash_collision_neither_shares_blocks_nor_breaks_the_index():
     allocator = BlockAllocator(16, 2)
     computed(allocator, "a", [0, 1, 2, 4])
     for seq_id, tokens in (("b", [3, 0, 2, 4, 9]), ("c", [0, 3, 1, 1, 9]), ("d", [0, 1, 5, 1, 9])):
@@ -300,11 +304,11 @@ def test_a_hash_collision_neither_shares_blocks_nor_breaks_the_index(monkeypatch
     assert allocator.add("again", [0, 1, 5, 1, 9]) == 2 and allocator.add("other", [3, 0, 9]) == 0
 
 
+@pytest.mark.usefixtures("colliding_names")
 @pytest.mark.parametrize(
     ("tokens", "context"), [([1, 2], b"x"), ([1, 3], b""), ([2, 2], b"")], ids=["context", "tokens", "tokens too"]
 )
-def test_a_hit_is_compared_and_not_only_hashed(monkeypatch, tokens, context):
-    monkeypatch.setattr(prefix, "block_digest", lambda parent, tokens: b"same")
+def test_a_hit_is_compared_and_not_only_hashed(tokens, context):
     allocator = BlockAllocator(8, 2)
     computed(allocator, "a", [1, 2])
     assert allocator.add("b", [*tokens, 9], context=context) == 0
@@ -337,9 +341,9 @@ def test_names_tell_context_parent_and_tokens_apart():
     assert len(names) == 5
 
 
-def test_the_index_refuses_to_forget_what_it_does_not_know():
+def test_the_index_refuses_to_forget_what_it_does_not_know(index_class):
     with pytest.raises(KeyError, match="block 1"):
-        PrefixIndex(2).remove(1)
+        index_class(2, 16).remove([1])
 
 
 def test_what_a_truncation_gave_back_is_evicted_from_its_end():

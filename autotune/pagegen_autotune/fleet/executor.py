@@ -12,13 +12,13 @@ from typing import Any
 from pagegen import targets
 from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Status, TritonVariant, Variant
 from pagegen_autotune.executor import Entry, Race, Result
+from pagegen_autotune.fleet.cluster import Cluster, Member
+from pagegen_autotune.fleet.libraries import Library
+from pagegen_autotune.fleet.station import Built, Unsound
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.known import facts_of
-from pagegen_autotune.libraries import Library
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.measured import TuneError
-from pagegen_autotune.ray_cluster import Cluster, Member
-from pagegen_autotune.station import Built, Unsound
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from pagegen import settings, targets
 from pagegen.spec import AttentionSpec, Device, Profile, Target
+from pagegen_autotune.fleet.station import Builder, Found, Kit, Station
 from pagegen_autotune.measured import TuneError
-from pagegen_autotune.station import Builder, Found, Kit, Station
 
 log = logging.getLogger(__name__)
 

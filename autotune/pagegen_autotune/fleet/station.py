@@ -25,11 +25,12 @@ from pagegen.spec import (
 )
 from pagegen.targets import cpp_build
 from pagegen.targets.errors import CompileError
-from pagegen_autotune import executor, libraries
+from pagegen_autotune import executor
 from pagegen_autotune.compiling import COMPILE_LIMIT_S, CompilerProcess, Task, quiet_compiler
 from pagegen_autotune.executor import Entry, Race
+from pagegen_autotune.fleet import libraries
+from pagegen_autotune.fleet.libraries import Library
 from pagegen_autotune.isolated import IsolatedBench, WorkerLost
-from pagegen_autotune.libraries import Library
 from pagegen_autotune.measure import Bench, Verdict, classify
 from pagegen_autotune.rounds import Rounds
 

@@ -18,6 +18,7 @@ from torch import Tensor
 import pagegen
 from gpu_check_bench.operands import Cell, Operands
 from gpu_check_bench.timing import Call
+from pagegen.spec import check
 from pagegen.spec.dtypes import FLOAT8_DTYPES
 
 USUAL_BLOCK = 16
@@ -322,5 +323,5 @@ def absent(peer: Peer) -> str | None:
     try:
         peer.version()
     except Exception as error:  # an import may fail in any way: a library that is missing, another CUDA
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[:200]
+        return check.class_and_line(error)[:200]
     return None

@@ -219,12 +219,14 @@ def migrate(url: str | None, to: int | None, lossy: bool, as_json: bool) -> None
 
 
 @command.command()
-def roles() -> None:
+@output.json_option
+def roles(as_json: bool) -> None:
     """Prints the SQL that gives a shared PostgreSQL database its roles: one that reads, for serving, and one that adds,
     for tuners. For psql."""
     from pagegen import db
 
-    click.echo(Path(db.__file__).with_name("roles.sql").read_text(encoding="utf-8"), nl=False)
+    sql = Path(db.__file__).with_name("roles.sql").read_text(encoding="utf-8")
+    output.show({"sql": sql}, as_json, lambda: sql.rstrip("\n"))
 
 
 @command.command()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from tabulate import tabulate, tabulate_formats
 
+from pagegen.spec import check
+
 if TYPE_CHECKING:
     from pagegen.db import Database
 
@@ -60,7 +62,7 @@ def plain_failures() -> Iterator[None]:
     except DatabaseError as error:
         raise Failure(str(error)) from error
     except (OSError, ValueError) as error:
-        raise Failure(str(error).splitlines()[0]) from error
+        raise Failure(check.first_line(error)) from error
 
 
 @contextmanager

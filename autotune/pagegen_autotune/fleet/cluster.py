@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from pagegen import settings, targets
-from pagegen.spec import AttentionSpec, Device, Profile, Target
+from pagegen.spec import AttentionSpec, Device, Profile, Target, check
 from pagegen_autotune.fleet.station import Builder, Found, Kit, Station
 from pagegen_autotune.measured import TuneError
 
@@ -81,9 +81,10 @@ def connect(address: str) -> tuple[Any, bool]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except Exception as error:  # noqa: BLE001  ConnectionError, RuntimeError (other versions), ValueError, RayError, ...
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         start = "start one with ray start --head --disable-usage-stats"
-        raise TuneError(f"no Ray cluster can be used at {address} ({first}): {start}, or name another") from error
+        raise TuneError(
+            f"no Ray cluster can be used at {address} ({check.first_line(error)}): {start}, or name another"
+        ) from error
     return ray, True
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagegen import targets
-from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Status, TritonVariant, Variant
+from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Status, TritonVariant, Variant, check
 from pagegen_autotune.executor import Entry, Race, Result
 from pagegen_autotune.fleet.cluster import Cluster, Member
 from pagegen_autotune.fleet.libraries import Library
@@ -267,6 +267,5 @@ def _words(error: Exception) -> str:
     """An error in one line: of one that was raised in a station, what was raised there."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, Exception):
-        return f"{type(cause).__name__}: {cause}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        return check.class_and_line(cause)
+    return check.first_line(error)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pagegen.spec import AttentionSpec, Profile
+from pagegen.spec import AttentionSpec, Profile, check
 from pagegen_autotune.arguments import layouts_of, opened
 from pagegen_autotune.claims import Heartbeat, LeaseStore
 from pagegen_autotune.fleet.cluster import Cluster, Member
@@ -201,8 +201,7 @@ def _report(cluster: Cluster, kinds: Sequence[_Kind], stop: StopSignal, seconds:
 
 def _words(error: Exception) -> str:
     """An error in one line."""
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return first if isinstance(error, TuneError) else f"{type(error).__name__}: {first}"
+    return check.first_line(error) if isinstance(error, TuneError) else check.class_and_line(error)
 
 
 def _key(member: Member) -> tuple[Any, ...]:

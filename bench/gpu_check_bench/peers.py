@@ -23,6 +23,7 @@ from pagegen.spec.dtypes import FLOAT8_DTYPES
 
 USUAL_BLOCK = 16
 FLASH_BLOCK = 256  # what flash-attn 2 wants a page to be a multiple of
+FLASH3_BLOCK = 128  # flash-attn 3 takes any, but TMA wants whole tiles
 FLEX_BLOCK = 128  # FlexAttention's own block of a mask
 WORKSPACE_BYTES = 128 << 20
 
@@ -177,7 +178,7 @@ class FlashAttention2:
 
 @dataclass(frozen=True)
 class FlashAttention3:
-    """The Hopper kernels, in blocks of 128 (any size is taken; TMA wants whole tiles)."""
+    """The Hopper kernels."""
 
     name: str = "flash-attn 3"
     few: bool = False
@@ -190,7 +191,7 @@ class FlashAttention3:
             return "release not known"
 
     def block_size(self, cell: Cell) -> int:
-        return FLEX_BLOCK
+        return FLASH3_BLOCK
 
     def prepare(self, given: Operands) -> Prepared:
         return _flash(importlib.import_module("flash_attn_interface"), "page_table", given)

@@ -53,17 +53,19 @@ def open_index(num_blocks: int, block_bytes: int) -> PrefixIndex:
 def available() -> bool:
     """Whether the compiled index can be had, which takes torch's OpenMP as all of pagegen's C++ does, and a compiler.
     The log says once why not."""
+    why: Exception
     try:
         from pagegen.targets.errors import CompileError
     except ImportError as error:
-        log.warning("the prefix index runs in Python, which takes longer: %s", error)
-        return False
-    try:
-        library()
-    except CompileError as error:
-        log.warning("the prefix index runs in Python, which takes longer: %s", error)
-        return False
-    return True
+        why = error
+    else:
+        try:
+            library()
+            return True
+        except CompileError as error:
+            why = error
+    log.warning("the prefix index runs in Python, which takes longer: %s", why)
+    return False
 
 
 @functools.cache

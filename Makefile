@@ -100,7 +100,7 @@ bench-peers: $(RUNTIME)
 	$(PY) bench/cache.py --install .venv-bench
 
 # Everything that is measured on this machine, beside its peers, half an hour on two idle cores: bench/results, the
-# figures and docs/results.md.
+# figures and docs/results.md. Two benches are run by hand: bench/fleet.py needs Ray, bench/scale.py a PostgreSQL server.
 bench: $(TOOLS) bench-peers
 	$(PY) bench/cpu.py
 	$(PY) bench/block_size.py

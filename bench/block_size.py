@@ -159,9 +159,7 @@ def line(row: Row) -> str:
         return f"{head}{way:22} {row['hit_share']:6.1%} hits, {row['lost_share']:6.2%} of what is shared lost"
     if row["section"] == "kernel":
         what = f"{cell['batch']} x {cell['context']} {cell['order']} {row['what']}"
-        return f"kernel   {what:40} " + (
-            f"{row['ms']} ms, {row['rate']} GB/s" if row["status"] == "ok" else row["status"]
-        )
+        return f"kernel   {what:40} {_said(row)}"
     if row["section"] == "batch":
         return f"{head}{cell['num_seqs']} sequences, {cell['tokens']} tokens: {row['us']} us, {row['time_over']}"
     if row["section"] == "profile":

@@ -30,9 +30,9 @@ from cpu_bench import machine
 from fleet_bench import fake
 from pagegen_autotune.executor import Entry, Executor, LocalExecutor, Race
 from pagegen_autotune.fleet import tune_fleet
+from pagegen_autotune.fleet.cluster import Cluster, Member
+from pagegen_autotune.fleet.executor import RayExecutor
 from pagegen_autotune.interrupt import StopSignal
-from pagegen_autotune.ray_cluster import Cluster, Member
-from pagegen_autotune.ray_executor import RayExecutor
 from pagegen_autotune.tuner import tune
 
 from pagegen import settings, targets

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from results_pages import cache, cpu, others, paging
+from results_pages import cache, cpu, fleets, others, paging
 from results_pages.claims import Document, Section, table, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -28,11 +28,13 @@ MEASURED: tuple[tuple[str, str, Callable[[Document], Section]], ...] = (
     ("database.json", "bench/database.py", others.database),
     ("host-cost.json", "bench/host_cost.py", others.host_cost),
     ("tuning-efficiency.json", "bench/tuning.py", others.tuning),
-    ("fleet.json", "bench/fleet.py", others.fleet),
+    ("fleet.json", "bench/fleet.py", fleets.fleet),
+    ("scale.json", "bench/scale.py", fleets.scale),
 )
 NOT_MEASURED: tuple[tuple[str, str, Callable[[Document], Section]], ...] = (
     ("block-size.json", "bench/block_size.py", paging.simulated),
     ("cost-model.json", "bench/cost_model.py", others.predicted),
+    ("scale.json", "bench/scale.py", fleets.scaled),
 )
 HEAD = """# Results
 

@@ -1,7 +1,7 @@
 """Where a run's kernels are compiled, checked and timed.
 
 The tuner says what is to be done and an executor does it: on one bench here, or on the devices of a cluster
-(`pagegen_autotune.ray_executor`). Nothing else of a run differs.
+(`pagegen_autotune.fleet.executor`). Nothing else of a run differs.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from pagegen.spec import (
     Workload,
 )
 from pagegen.spec.result import GAUGE, PURPOSE, SESSION
+from pagegen_autotune.claims import Lease
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.patience import Asking, at_once
 
@@ -67,14 +68,6 @@ class Conditions(Protocol):
 
     @property
     def environment(self) -> dict[str, str]: ...
-
-
-class Held(Protocol):
-    """Leases on what is to be stored: see `claims.Lease`."""
-
-    def holds(self) -> bool: ...
-
-    def give_back(self) -> None: ...
 
 
 class Ledger:
@@ -170,7 +163,7 @@ class Ledger:
         """A failed trial, not yet stored: a result like any other."""
         return self._trial(layout, variant, workload, verdict, (), {})
 
-    def add(self, trials: Iterable[Measurement], lease: Held | None = None) -> None:
+    def add(self, trials: Iterable[Measurement], lease: Lease | None = None) -> None:
         """Stores trials in one transaction, and gives the lease on them back in it. Where another tuner took the lease
         over, they are that one's: nothing is stored, and the database is read again."""
         made = list(trials)
@@ -204,7 +197,7 @@ class Ledger:
                 self.store.record(trial)
         return kept
 
-    def _written(self, trials: Sequence[Measurement], lease: Held | None) -> bool:
+    def _written(self, trials: Sequence[Measurement], lease: Lease | None) -> bool:
         if not trials and lease is None:
             return True
         with self.store.atomic():

@@ -16,7 +16,18 @@ from torch import Tensor
 
 import pagegen
 from pagegen import settings, targets
-from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Status, Target, Variant, Workload
+from pagegen.spec import (
+    AttentionSpec,
+    CacheLayout,
+    CompileFacts,
+    Device,
+    Profile,
+    Status,
+    Target,
+    Variant,
+    Workload,
+    check,
+)
 from pagegen.targets import cpp_build, gpu_driver
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.errors import CompileError
@@ -80,8 +91,7 @@ def classify(error: Exception) -> tuple[Status, str]:
     """The failure class of an exception that a candidate raised, and its first line."""
     if isinstance(error, CandidateFailed):
         return error.status, error.detail
-    lines = str(error).strip().splitlines()
-    detail = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:MAX_DETAIL]
+    detail = check.class_and_line(error)[:MAX_DETAIL]
     if isinstance(error, CompileError):
         return Status.COMPILE_ERROR, detail
     if isinstance(error, TimeoutError):

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pagegen_autotune.libraries import Library
+from pagegen_autotune.fleet.libraries import Library
+from pagegen_autotune.fleet.station import Kit
 from pagegen_autotune.measure import Verdict
-from pagegen_autotune.station import Kit
 
 from pagegen.spec import (
     AttentionSpec,

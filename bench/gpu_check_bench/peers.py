@@ -18,10 +18,12 @@ from torch import Tensor
 import pagegen
 from gpu_check_bench.operands import Cell, Operands
 from gpu_check_bench.timing import Call
+from pagegen.spec import check
 from pagegen.spec.dtypes import FLOAT8_DTYPES
 
 USUAL_BLOCK = 16
 FLASH_BLOCK = 256  # what flash-attn 2 wants a page to be a multiple of
+FLASH3_BLOCK = 128  # flash-attn 3 takes any, but TMA wants whole tiles
 FLEX_BLOCK = 128  # FlexAttention's own block of a mask
 WORKSPACE_BYTES = 128 << 20
 
@@ -176,7 +178,7 @@ class FlashAttention2:
 
 @dataclass(frozen=True)
 class FlashAttention3:
-    """The Hopper kernels, in blocks of 128 (any size is taken; TMA wants whole tiles)."""
+    """The Hopper kernels."""
 
     name: str = "flash-attn 3"
     few: bool = False
@@ -189,7 +191,7 @@ class FlashAttention3:
             return "release not known"
 
     def block_size(self, cell: Cell) -> int:
-        return FLEX_BLOCK
+        return FLASH3_BLOCK
 
     def prepare(self, given: Operands) -> Prepared:
         return _flash(importlib.import_module("flash_attn_interface"), "page_table", given)
@@ -322,5 +324,5 @@ def absent(peer: Peer) -> str | None:
     try:
         peer.version()
     except Exception as error:  # an import may fail in any way: a library that is missing, another CUDA
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[:200]
+        return check.class_and_line(error)[:200]
     return None

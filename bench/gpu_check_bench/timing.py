@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from pagegen.spec import check
+
 Call = Callable[[], object]
 WARM_UPS = 3
 # Reading it takes some 100 us, in which the host launches what is timed.
@@ -86,8 +88,8 @@ class DeviceClock:
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # torch leaves its own where ending the capture fails
             torch.cuda.synchronize()  # raises where the failed capture left the device unusable
-            reason = (str(error).strip().splitlines() or ["no message"])[0][:200]
-            return _DeviceRunner(self, lambda: _all(calls), len(calls), cold, f"{EVENTS} (no capture: {reason})")
+            how = f"{EVENTS} (no capture: {check.first_line(error)[:200]})"
+            return _DeviceRunner(self, lambda: _all(calls), len(calls), cold, how)
         return _DeviceRunner(self, graph.replay, len(calls), cold, GRAPH)
 
     def cool(self) -> None:

@@ -91,19 +91,6 @@ def predicted(document: Document) -> Section:
     )  # fmt: skip
 
 
-def fleet(document: Document) -> Section:
-    """Rows with `what` and `found`, and where something was asked `asked_for` and `met`."""
-    claims = [
-        Claim(what=row["what"], found=str(row["found"]), asked=row.get("asked_for", ""), met=row.get("met"))
-        for row in document["rows"]
-        if "found" in row
-    ]
-    return Section(
-        title="Past one machine", source="fleet.json", command="python bench/fleet.py", said=said(document),
-        claims=tuple(claims),
-    )  # fmt: skip
-
-
 def gpu(document: Document, source: str) -> Section:
     """A document of bench/gpu_check.py: its aims as they were judged, and every timed cell beside its peers."""
     claims = [

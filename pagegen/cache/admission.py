@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pagegen.cache.arrays import Ids, Packed
 from pagegen.cache.growth import write_slots
-from pagegen.cache.prefix import NO_NODE, Numbers
-from pagegen.cache.sequence import Packed, SequenceState, token_sum
-from pagegen.cache.table import Blocks
+from pagegen.cache.prefix import NO_NODE
+from pagegen.cache.sequence import SequenceState, token_sum
 from pagegen.cache.window import cached_blocks, first_seen_block
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ class Admission:
 
     cached: int
     first: int
-    shared: Blocks
+    shared: Ids
     last: int
     fresh: int
     free: int
 
 
-def known_chain(allocator: BlockAllocator, packed: Packed, context: bytes, most_cached: int | None = None) -> Numbers:
+def known_chain(allocator: BlockAllocator, packed: Packed, context: bytes, most_cached: int | None = None) -> Ids:
     """The index nodes of the full blocks at the start of `packed`: of the first `most_cached` tokens, and never of the
     last, which is left to compute."""
     if not isinstance(context, bytes):
@@ -47,7 +47,7 @@ def known_chain(allocator: BlockAllocator, packed: Packed, context: bytes, most_
     return index.walk(root, packed.tobytes(), limit, through_gaps=allocator.window is not None)
 
 
-def plan(allocator: BlockAllocator, chain: Numbers, num_tokens: int) -> Admission:
+def plan(allocator: BlockAllocator, chain: Ids, num_tokens: int) -> Admission:
     """How a sequence of `num_tokens` tokens that begins like `chain` would be admitted now."""
     size, window, pool = allocator.block_size, allocator.window, allocator.pool
     blocks = pool.index.first_blocks(chain)

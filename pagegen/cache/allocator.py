@@ -11,10 +11,11 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 
 from pagegen.cache import admission, growth, invariants, stats, steps, swap, window
+from pagegen.cache.arrays import Ints
 from pagegen.cache.growth import BlockPairs
 from pagegen.cache.pool import BlockPool, OutOfBlocks
 from pagegen.cache.prefix import NO_NODE
-from pagegen.cache.sequence import Ints, SequenceState, integer, listed, token_array
+from pagegen.cache.sequence import SequenceState, integer, listed, token_array
 from pagegen.cache.table import SequenceTable
 from pagegen.cache.view import SequenceView
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagegen.cache.allocator import BlockAllocator
-from pagegen.cache.sequence import Ints
+from pagegen.cache.arrays import Ints
 from pagegen.cache.sharing import PrefixGroups
 from pagegen.cache.table import Appended, spread
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pagegen.cache.allocator import BlockAllocator
+from pagegen.cache.arrays import Ints
 from pagegen.cache.batch import Asked, Batch, batch_of, find_queries
-from pagegen.cache.sequence import Ints
 from pagegen.cache.sharing import PrefixGroups
 from pagegen.cache.table import Appended
 from pagegen.spec import check

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pagegen.cache.prefix import Ints, Numbers
+from pagegen.cache.arrays import Ids, Ints
 
 _LEAST = 64
 
@@ -35,7 +35,7 @@ class EvictionOrder:
         """Bytes that it takes."""
         return self._place.nbytes + self._queue.nbytes
 
-    def push(self, blocks: Ints | Numbers) -> None:
+    def push(self, blocks: Ints | Ids) -> None:
         """Puts blocks, in order, behind all others."""
         if self._tail + len(blocks) > len(self._queue):
             left = self._left()
@@ -48,7 +48,7 @@ class EvictionOrder:
         self._tail = end
         self._count += len(blocks)
 
-    def withdraw(self, blocks: Ints | Numbers) -> None:
+    def withdraw(self, blocks: Ints | Ids) -> None:
         """Takes out blocks that are in it."""
         self._place[blocks] = -1
         self._count -= len(blocks)

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from pagegen.cache import admission, growth, steps, swap
 from pagegen.cache.allocator import BlockAllocator
+from pagegen.cache.arrays import Ids, Packed
 from pagegen.cache.growth import BlockPairs
 from pagegen.cache.invariants import InvariantBroken
 from pagegen.cache.pool import OutOfBlocks
-from pagegen.cache.prefix import Numbers
-from pagegen.cache.sequence import Packed, integer, listed, token_array
+from pagegen.cache.sequence import integer, listed, token_array
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.window import cached_blocks
 
@@ -184,7 +184,7 @@ class GroupedAllocator:
             for allocator, chain in zip(self.allocators, chains, strict=True)
         ]
 
-    def _cached_everywhere(self, chains: list[Numbers]) -> int:
+    def _cached_everywhere(self, chains: list[Ids]) -> int:
         """The most tokens, whole blocks in every group, that need computing in none."""
         step = math.lcm(*(allocator.block_size for allocator in self.allocators))
         cached = min(len(chain) * a.block_size for a, chain in zip(self.allocators, chains, strict=True))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pagegen.cache.sequence import FEW_TOKENS, Ints, Packed, token_sum, token_sums
-from pagegen.cache.table import Appended, Blocks
+from pagegen.cache.arrays import Ids, Ints, Packed
+from pagegen.cache.sequence import FEW_TOKENS, token_sum, token_sums
+from pagegen.cache.table import Appended
 
 if TYPE_CHECKING:
     from pagegen.cache.allocator import BlockAllocator
@@ -24,7 +25,7 @@ class Growth(NamedTuple):
     lengths: Ints
     indices: Ints
     offsets: Ints
-    blocks: Blocks
+    blocks: Ids
     growing: Ints
     unowned: list[int]
 
@@ -99,7 +100,7 @@ def append_each(allocator: BlockAllocator, rows: Ints, packed: Packed) -> BlockP
     return pairs
 
 
-def copies_needed(allocator: BlockAllocator, blocks: Blocks) -> int:
+def copies_needed(allocator: BlockAllocator, blocks: Ids) -> int:
     """How many copies it takes until each that is about to write one of `blocks`, named once for each, has its own: of
     those who share a block, the last may keep it if nobody but them refers to it."""
     writers = Counter(blocks.tolist())

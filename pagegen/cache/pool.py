@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pagegen.cache.arrays import Flags, Ids, Ints, Packed
 from pagegen.cache.eviction import EvictionOrder
-from pagegen.cache.prefix import NO_NODE, Named, Numbers, PrefixIndex
+from pagegen.cache.prefix import NO_NODE, Named, PrefixIndex
 from pagegen.cache.prefix_compiled import open_index
-from pagegen.cache.sequence import TOKEN_BYTES, Ints, Packed
+from pagegen.cache.sequence import TOKEN_BYTES
 
 
 class OutOfBlocks(RuntimeError):
@@ -44,7 +44,7 @@ class BlockPool:
     def __init__(
         self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, prefix_caching: bool = True
     ) -> None:
-        self.refs: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self.refs: Ids = np.zeros(num_blocks, dtype=np.int32)
         self.free: list[int] = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is taken first
         self.cached = EvictionOrder(num_blocks)
         make_index = open_index if prefix_caching else PrefixIndex  # in which nothing is named
@@ -66,13 +66,13 @@ class BlockPool:
         """Blocks that `take` can still give: the free and the cached ones."""
         return len(self.free) + len(self.cached)
 
-    def available_beside(self, blocks: npt.NDArray[np.int32]) -> int:
+    def available_beside(self, blocks: Ids) -> int:
         """`available` once `blocks` are acquired: a cached one among them can no longer be evicted to make room."""
         return self.available - (len(blocks) - int(np.count_nonzero(self.refs[blocks])))
 
-    def not_own(self, blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    def not_own(self, blocks: Ids) -> Flags:
         """Of each of `blocks`, all referred to, whether others refer to it too, or find it by its name."""
-        found: npt.NDArray[np.bool_] = (self.refs.take(blocks) != 1) | (self.index.node_of.take(blocks) != NO_NODE)
+        found: Flags = (self.refs.take(blocks) != 1) | (self.index.node_of.take(blocks) != NO_NODE)
         return found
 
     def require(self, needed: int, free: int | None = None) -> None:
@@ -93,12 +93,12 @@ class BlockPool:
         self.refs[blocks] = 1
         return blocks
 
-    def acquire(self, blocks: npt.NDArray[np.int32]) -> None:
+    def acquire(self, blocks: Ids) -> None:
         """One more reference to each of `blocks`, live or cached ones."""
         self.cached.withdraw(blocks[self.refs[blocks] == 0])
         self.refs[blocks] += 1
 
-    def release(self, blocks: npt.NDArray[np.int32]) -> None:
+    def release(self, blocks: Ids) -> None:
         """One reference less to each of `blocks`, in the order given: a sequence's last block first."""
         self.refs[blocks] -= 1
         unused = blocks[self.refs[blocks] == 0]
@@ -111,7 +111,7 @@ class BlockPool:
             self.index.remove(spare[self.index.node_of[spare] != NO_NODE].tolist())
         self.free.extend(spare.tolist())
 
-    def name(self, nodes: Ints, counts: Ints, blocks: Numbers) -> Named:
+    def name(self, nodes: Ints, counts: Ints, blocks: Ids) -> Named:
         """Lets others find live blocks by their content: runs of counts[i] of `blocks`, behind nodes[i]. The last nodes
         of the runs, and how many of each were named."""
         named = self.index.name(nodes, counts, blocks, self.tokens[blocks].tobytes())

@@ -17,11 +17,9 @@ from sys import getsizeof
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Numbers = npt.NDArray[np.int32]
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from pagegen.cache.arrays import Flags, Ids, Ints
+
 Column = Any  # of integers, by node: a list here, an array in the compiled index
 
 DIGEST_BYTES = 32
@@ -52,8 +50,8 @@ class Named(NamedTuple):
     """Of each run of blocks that was to be named, the node of the last that was, and how many were; and the blocks that
     had a node to themselves until one of these joined them."""
 
-    last: Numbers
-    done: Numbers
+    last: Ids
+    done: Ids
     joined: list[int]
 
 
@@ -71,7 +69,7 @@ class PrefixIndex:
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.node_of: Numbers = np.zeros(num_blocks, dtype=np.int32)
+        self.node_of: Ids = np.zeros(num_blocks, dtype=np.int32)
         self._set_columns()
 
     def _set_columns(self) -> None:
@@ -117,11 +115,11 @@ class PrefixIndex:
         first = self.first[node]
         return () if first == NO_BLOCK else (first, *self._more.get(node, ()))
 
-    def first_blocks(self, nodes: Numbers) -> Numbers:
+    def first_blocks(self, nodes: Ids) -> Ids:
         """The first block of each node, NO_BLOCK where it has none."""
         return np.array([self.first[node] for node in nodes.tolist()], dtype=np.int32)
 
-    def only_copies(self, blocks: Numbers) -> Flags:
+    def only_copies(self, blocks: Ids) -> Flags:
         """Of each block, whether it has a name that no other has."""
         nodes = self.node_of[blocks].tolist()
         return np.array([node != NO_NODE and node not in self._more for node in nodes], dtype=np.bool_)
@@ -140,7 +138,7 @@ class PrefixIndex:
         node = self.find(root_digest(context))
         return NO_NODE if self.parents[node] else node
 
-    def walk(self, root: int, tokens: bytes, limit: int, *, through_gaps: bool) -> Numbers:
+    def walk(self, root: int, tokens: bytes, limit: int, *, through_gaps: bool) -> Ids:
         """The longest chain of known nodes behind `root` that begins as `tokens` do (packed), at most `limit` long. It
         ends at the first node without a block, unless `through_gaps`."""
         found: list[int] = []
@@ -179,7 +177,7 @@ class PrefixIndex:
         self.enter(node)
         return node
 
-    def name(self, nodes: Ints, counts: Ints, blocks: Numbers, tokens: bytes) -> Named:
+    def name(self, nodes: Ints, counts: Ints, blocks: Ids, tokens: bytes) -> Named:
         """Names runs of blocks: counts[i] of `blocks`, which hold `tokens` (packed), as standing behind nodes[i], whose
         user goes over to the last of them. A run ends early where other tokens took the name (a collision), and nothing
         is named behind a node that is not known, NO_NODE too."""

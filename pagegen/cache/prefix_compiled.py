@@ -11,21 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pagegen.cache.prefix import (
-    DIGEST_BYTES,
-    NO_BLOCK,
-    NO_NODE,
-    Flags,
-    Ints,
-    Named,
-    Numbers,
-    PrefixIndex,
-    root_digest,
-)  # fmt: skip
-
-Bytes = npt.NDArray[np.uint8]
+from pagegen.cache.arrays import Bytes, Flags, Ids, Ints
+from pagegen.cache.prefix import DIGEST_BYTES, NO_BLOCK, NO_NODE, Named, PrefixIndex, root_digest
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +41,19 @@ def open_index(num_blocks: int, block_bytes: int) -> PrefixIndex:
 def available() -> bool:
     """Whether the compiled index can be had, which takes torch's OpenMP as all of pagegen's C++ does, and a compiler.
     The log says once why not."""
+    why: Exception
     try:
         from pagegen.targets.errors import CompileError
     except ImportError as error:
-        log.warning("the prefix index runs in Python, which takes longer: %s", error)
-        return False
-    try:
-        library()
-    except CompileError as error:
-        log.warning("the prefix index runs in Python, which takes longer: %s", error)
-        return False
-    return True
+        why = error
+    else:
+        try:
+            library()
+            return True
+        except CompileError as error:
+            why = error
+    log.warning("the prefix index runs in Python, which takes longer: %s", why)
+    return False
 
 
 @functools.cache
@@ -108,12 +98,12 @@ class CompiledIndex(PrefixIndex):
         for name in _NODE_COLUMNS:
             shape = (1, widths[name]) if name in widths else 1
             setattr(self, name, np.zeros(shape, dtype=np.uint8 if name in ("states", *widths) else np.int32))
-        self.first: Numbers
+        self.first: Ids
         self.digests: Bytes
         self.packed: Bytes
         self.first[NO_NODE] = NO_BLOCK
-        self.next_copy: Numbers = np.zeros(len(self.node_of), dtype=np.int32)
-        self.free: Numbers = np.zeros(0, dtype=np.int32)  # a stack of rows
+        self.next_copy: Ids = np.zeros(len(self.node_of), dtype=np.int32)
+        self.free: Ids = np.zeros(0, dtype=np.int32)  # a stack of rows
         self._arrays = _Arrays()
         self._grow(len(self.node_of) + _SPARE)
 
@@ -128,7 +118,7 @@ class CompiledIndex(PrefixIndex):
             wider[: len(old)] = old
             setattr(self, name, wider)
         self.free = np.concatenate([free, np.zeros(rows - len(free), dtype=np.int32)])
-        self.table: Numbers = np.zeros(2 << rows.bit_length(), dtype=np.int32)
+        self.table: Ids = np.zeros(2 << rows.bit_length(), dtype=np.int32)
         self._bind(len(free))
         self._library.pagegen_index_rehash(self._address)
 
@@ -144,7 +134,7 @@ class CompiledIndex(PrefixIndex):
 
     def _set_answers(self, size: int) -> None:
         """Room for what a call returns."""
-        self._answers: Numbers = np.zeros(size, dtype=np.int32)
+        self._answers: Ids = np.zeros(size, dtype=np.int32)
         self._answers_at: int = self._answers.ctypes.data
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,11 +173,11 @@ class CompiledIndex(PrefixIndex):
             block = self.next_copy.item(block)
         return tuple(found)
 
-    def first_blocks(self, nodes: Numbers) -> Numbers:
-        found: Numbers = self.first.take(nodes)
+    def first_blocks(self, nodes: Ids) -> Ids:
+        found: Ids = self.first.take(nodes)
         return found
 
-    def only_copies(self, blocks: Numbers) -> Flags:
+    def only_copies(self, blocks: Ids) -> Flags:
         # of a node's blocks, the one that is the first and has no next
         found: Flags = self.first.take(self.node_of.take(blocks)) == blocks
         found &= self.next_copy.take(blocks) == NO_BLOCK
@@ -199,10 +189,10 @@ class CompiledIndex(PrefixIndex):
 
     # looking up, naming and forgetting
 
-    def walk(self, root: int, tokens: bytes, limit: int, *, through_gaps: bool) -> Numbers:
+    def walk(self, root: int, tokens: bytes, limit: int, *, through_gaps: bool) -> Ids:
         self._answer(limit)
         found = self._library.pagegen_index_walk(self._address, root, tokens, limit, through_gaps, self._answers_at)
-        chain: Numbers = self._answers[:found].copy()
+        chain: Ids = self._answers[:found].copy()
         return chain
 
     def enter_root(self, context: bytes) -> int:
@@ -210,7 +200,7 @@ class CompiledIndex(PrefixIndex):
         node: int = self._library.pagegen_index_enter_root(self._address, root_digest(context))
         return node
 
-    def name(self, nodes: Ints, counts: Ints, blocks: Numbers, tokens: bytes) -> Named:
+    def name(self, nodes: Ints, counts: Ints, blocks: Ids, tokens: bytes) -> Named:
         rows, total = len(nodes), len(blocks)
         self._reserve(total)
         self._answer(2 * rows + total)

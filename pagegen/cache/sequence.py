@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
+
+from pagegen.cache.arrays import Ints, Packed
 
 T = TypeVar("T")
-Ints = npt.NDArray[np.int64]
-Packed = npt.NDArray[np.uint32]
 
 # Ids are packed as C unsigned ints: 4 bytes a token, range-checked in C, hashed and turned into numpy as they lie.
 TOKEN_CODE = "I"

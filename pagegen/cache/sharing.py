@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagegen.cache.allocator import BlockAllocator
-from pagegen.cache.sequence import Ints
-from pagegen.cache.table import Blocks, SequenceTable
+from pagegen.cache.arrays import Ids, Ints
+from pagegen.cache.table import SequenceTable
 
 PrefixGroups = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -45,7 +45,7 @@ class SharedPrefixes:
         return self._groups
 
 
-def _groups_of(blocks: Blocks, full: Ints, places: list[int]) -> PrefixGroups:
+def _groups_of(blocks: Ids, full: Ints, places: list[int]) -> PrefixGroups:
     """The groups among rows of blocks, which stand at `places` in their batch."""
     if len(places) < 2:
         return ()
@@ -83,7 +83,7 @@ class _Subtree:
         )  # fmt: skip
 
 
-def prefix_groups(table: Blocks, full_blocks: Ints) -> PrefixGroups:
+def prefix_groups(table: Ids, full_blocks: Ints) -> PrefixGroups:
     """Groups of rows with common leading blocks, each row in one at most, chosen so that attending each group's blocks
     once saves many: one system prompt under several documents does not hide what the rows of a document share. Block i
     of a row counts only if i < full_blocks[row]."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pagegen.cache.arrays import Ids, Ints
 from pagegen.cache.growth import BlockPairs, copies_needed, own_block
-from pagegen.cache.sequence import Ints, SequenceState, integer, listed
-from pagegen.cache.table import Blocks, spread
+from pagegen.cache.sequence import SequenceState, integer, listed
+from pagegen.cache.table import spread
 from pagegen.cache.window import first_seen_block, release_unseen
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _name_blocks(allocator: BlockAllocator, rows: Ints, full: Ints) -> None:
     _name(allocator, rows, counts, table.blocks[writers, indices])
 
 
-def _name(allocator: BlockAllocator, rows: Ints, counts: Ints, blocks: Blocks) -> None:
+def _name(allocator: BlockAllocator, rows: Ints, counts: Ints, blocks: Ids) -> None:
     """Offers each row's next counts[i] of `blocks`."""
     table = allocator.table
     named = allocator.pool.name(table.nodes[rows], counts, blocks)

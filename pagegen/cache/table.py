@@ -6,11 +6,9 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pagegen.cache.sequence import Ints, SequenceState
-
-Blocks = npt.NDArray[np.int32]
+from pagegen.cache.arrays import Ids, Ints
+from pagegen.cache.sequence import SequenceState
 
 _COLUMNS = 9
 _COPIED_COLUMNS = 7  # by a fork: all but the two that say when
@@ -59,7 +57,7 @@ class SequenceTable:
         self.sharing: set[int] = set()
         self.appended: Appended | None = None
         self.states: list[SequenceState | None] = []
-        self.blocks: Blocks = np.zeros((0, 16), dtype=np.int32)
+        self.blocks: Ids = np.zeros((0, 16), dtype=np.int32)
         self._free: list[int] = []
         self._set_numbers(np.zeros((_COLUMNS, 0), dtype=np.int64))
 
@@ -100,7 +98,7 @@ class SequenceTable:
         """Makes rows longer than `width` blocks: behind its last block, every row has a 0."""
         old = self.blocks.shape[1]
         if width >= old:
-            wider: Blocks = np.zeros((len(self.blocks), max(width + 1, 2 * old)), dtype=np.int32)
+            wider: Ids = np.zeros((len(self.blocks), max(width + 1, 2 * old)), dtype=np.int32)
             wider[:, :old] = self.blocks
             self.blocks = wider
 
@@ -131,7 +129,7 @@ class SequenceTable:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
-    def held(self, row: int) -> Blocks:
+    def held(self, row: int) -> Ids:
         """The blocks that a row refers to: a view."""
         return self.blocks[row, self.released.item(row) : self.blocks_for(self.lengths.item(row))]
 
@@ -147,7 +145,7 @@ class SequenceTable:
         numbers = np.zeros((_COLUMNS, new), dtype=np.int64)
         numbers[:, :old] = self._numbers
         self._set_numbers(numbers)
-        blocks: Blocks = np.zeros((new, self.blocks.shape[1]), dtype=np.int32)
+        blocks: Ids = np.zeros((new, self.blocks.shape[1]), dtype=np.int32)
         blocks[:old] = self.blocks
         self.blocks = blocks
         self.states.extend([None] * (new - old))

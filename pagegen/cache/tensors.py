@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pagegen.cache.allocator import BlockAllocator
+from pagegen.cache.arrays import Ints
 from pagegen.cache.batch import Asked, Batch, fresh_batch
 from pagegen.cache.buffers import BatchBuffers
-from pagegen.cache.sequence import Ints, listed
+from pagegen.cache.sequence import listed
 from pagegen.cache.sharing import SharedPrefixes
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.storage import BlockStorage

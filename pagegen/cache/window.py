@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagegen.cache.arrays import Ids, Ints
 from pagegen.cache.growth import forget_tokens
-from pagegen.cache.prefix import NO_BLOCK, Numbers
-from pagegen.cache.sequence import Ints
+from pagegen.cache.prefix import NO_BLOCK
 
 if TYPE_CHECKING:
     from pagegen.cache.allocator import BlockAllocator
@@ -17,7 +17,7 @@ def first_seen_block(position: int, block_size: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
-def cached_blocks(blocks: Numbers, block_size: int, window: int | None, multiple: int = 1) -> int:
+def cached_blocks(blocks: Ids, block_size: int, window: int | None, multiple: int = 1) -> int:
     """How many leading ones of a chain's `blocks`, NO_BLOCK for one that is gone, need not be computed: the most, a
     multiple of `multiple`, such that all that the next query sees of them are there."""
     found, gap = 0, -1  # gap: the last block that is not there

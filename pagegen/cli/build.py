@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pagegen.cli import options, output
-from pagegen.cli.tune import SizesType
+from pagegen.cli.option_types import TargetType
 from pagegen.spec import CacheLayout, Target
-from pagegen.spec.layout import ORDERS
 
 if TYPE_CHECKING:
     from pagegen.selection.shipping import Built
@@ -25,11 +24,9 @@ GPU = (
 
 @click.command()
 @options.model_options
-@click.option("--block-sizes", type=SizesType(), required=True, help="Tokens a cache block; several by commas.")
-@click.option("--order", type=click.Choice(ORDERS), default="NHD", show_default=True, help="Inside a block.")
-@click.option(
-    "--target", type=options.TargetType(), default="cpu", show_default=True, help="What to compile for: this CPU."
-)
+@options.block_sizes_option(required=True)
+@options.order_option
+@click.option("--target", type=TargetType(), default="cpu", show_default=True, help="What to compile for: this CPU.")
 @click.option(
     "-o", "--output", "folder", type=click.Path(file_okay=False, path_type=Path), required=True,
     help="The folder to write, or to add to.",

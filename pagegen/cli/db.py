@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from pagegen.cli import output
-from pagegen.cli.options import TargetType, count, spec_of, target_option, url_option
-from pagegen.spec import Measurement, Status, Target
+from pagegen.cli import db_trials, output
+from pagegen.cli.option_types import TargetType, count
+from pagegen.cli.options import target_option, url_option
+from pagegen.spec import Target
 
 if TYPE_CHECKING:
     from pagegen.db import Database, TransferReport
     from pagegen.db.staleness import Staleness
 
 
-@contextmanager
-def _database(url: str | None, *, read_only: bool) -> Iterator[Database]:
-    from pagegen.db import open_db
-
-    with output.plain_failures(), open_db(url, read_only=read_only) as db:
-        yield db
-
-
 @click.group()
 def command() -> None:
     """Looks at the tuning database, moves records in and out, checks and prunes it."""
+
+
+command.add_command(db_trials.command)
 
 
 @command.command()
@@ -38,7 +32,7 @@ def command() -> None:
 @output.json_option
 def stats(url: str | None, table_format: str, as_json: bool) -> None:
     """How much the database holds."""
-    with _database(url, read_only=True) as db:
+    with output.database(url, read_only=True) as db:
         found = db.stats()
 
     def text() -> str:
@@ -57,113 +51,15 @@ def stats(url: str | None, table_format: str, as_json: bool) -> None:
 
 @command.command()
 @url_option
-@click.option("--model", help="Only trials of this model's attention.")
-@click.option("--block-size", type=count(), help="Only this block size.")
-@click.option("--target", type=TargetType(), help="Only this target.")
-@click.option("--status", type=click.Choice([s.value for s in Status]), help="Only trials that ended so.")
-@click.option("--limit", type=count(), default=20, show_default=True, help="The newest so many.")
-@click.option(
-    "--pooled", is_flag=True, help="Of the questions that these answer, all samples together, with their sources."
-)
-@output.sql_option
-@output.format_option
-@output.json_option
-def trials(
-    url: str | None,
-    model: str | None,
-    block_size: int | None,
-    target: Target | None,
-    status: str | None,
-    limit: int,
-    pooled: bool,
-    sql: bool,
-    table_format: str,
-    as_json: bool,
-) -> None:
-    """The trials, oldest first."""
-    from pagegen.db import statements
-
-    wanted: dict[str, Any] = {
-        "spec": spec_of(model), "block_size": block_size, "target": target,
-        "status": Status(status) if status else None,
-    }  # fmt: skip
-    with _database(url, read_only=True) as db:
-        if sql:
-            click.echo(statements.text_of(db, statements.listing(limit=limit, **wanted)))
-            return
-        shown, matching = statements.newest(db, limit, **wanted)
-        if pooled:
-            shown = statements.of_same_questions(db, shown, **wanted)
-    if pooled:
-        _show_pooled(shown, table_format, as_json)
-        return
-
-    def text() -> str:
-        columns = {
-            "created_at": "when", "heads": "heads", "head_dim": "dim", "block_size": "block", "target": "target",
-            "variant": "variant", "batch": "batch", "status": "status", "median_us": "median us",
-        }  # fmt: skip
-        rows = [{**_trial(m), "block_size": f"{m.layout.block_size} {m.layout.order}"} for m in shown]
-        return output.table(rows, columns, table_format) + f"\n{len(shown)} of {matching} trials"
-
-    output.show({"trials": [_trial(m) for m in shown], "matching": matching}, as_json, text)
-
-
-def _show_pooled(found: list[Measurement], table_format: str, as_json: bool) -> None:
-    from pagegen.db.pooling import pools_of
-
-    pools = [
-        {
-            **{k: v for k, v in _trial(pool.trial).items() if k not in ("created_at", "status", "detail")},
-            "samples_us": list(pool.samples_us),
-            "median_us": pool.median_us,
-            "sources": [asdict(source) for source in pool.sources],
-            "conflict": pool.conflict,
-        }
-        for pool in pools_of(found)
-    ]
-    columns = {
-        "heads": "heads", "block_size": "block", "target": "target", "variant": "variant", "batch": "batch",
-        "trials": "trials", "samples": "samples", "median_us": "median us", "conflict": "conflict",
-    }  # fmt: skip
-    rows = [{**p, "trials": len(p["sources"]), "samples": len(p["samples_us"])} for p in pools]
-    output.show({"pools": pools}, as_json, lambda: output.table(rows, columns, table_format))
-
-
-@command.command()
-@url_option
 @output.json_option
 def conflicts(url: str | None, as_json: bool) -> None:
     """Where the database contradicts itself: trials of one question, portfolios of one kernel. Nothing is dropped."""
     from pagegen.db.conflicts import portfolio_conflicts, trial_conflicts
 
-    with _database(url, read_only=True) as db, db.store.reading() as connection:
+    with output.database(url, read_only=True) as db, db.store.reading() as connection:
         found = [*trial_conflicts(connection), *portfolio_conflicts(connection)]
     document = {"conflicts": [{"what": c.what, "answers": list(c.answers)} for c in found]}
     output.show(document, as_json, lambda: "\n".join(map(str, found)) or "no conflicts")
-
-
-def _trial(m: Measurement) -> dict[str, Any]:
-    contexts = m.workload.context_lens
-    queries = "" if m.workload.is_decode else f", {m.workload.total_q} queries"
-    return {
-        "created_at": m.created_at,
-        "heads": f"{m.spec.num_q_heads}/{m.spec.num_kv_heads}",
-        "head_dim": m.spec.head_dim,
-        "kv_dtype": m.spec.to_dict()["kv_dtype"],
-        "block_size": m.layout.block_size,
-        "order": m.layout.order,
-        "target": str(m.target),
-        "device": m.device.name,
-        "variant": m.variant.name,
-        "batch": f"{len(contexts)} x {sum(contexts) / len(contexts):.0f} tokens{queries}",
-        "status": m.status.value,
-        "median_us": m.median_us,
-        "samples_us": list(m.samples_us),
-        "regime": m.regime,
-        "detail": m.detail,
-        "code_hash": m.code_hash,
-    }
 
 
 @command.command("export")
@@ -180,7 +76,7 @@ def export_(path: Path, kind: str, url: str | None, as_json: bool) -> None:
 
     if path.is_dir() and kind == "jsonl":
         raise click.BadParameter(f"must name a file, got the folder {path}", param_hint="PATH")
-    with _database(url, read_only=True) as db:
+    with output.database(url, read_only=True) as db:
         if kind == "t4":
             files = [str(file) for file in t4.export(db.own.trials(), path)]
             output.show({"path": str(path), "files": files}, as_json, lambda: f"{len(files)} files in {path}")
@@ -195,7 +91,7 @@ def export_(path: Path, kind: str, url: str | None, as_json: bool) -> None:
 @output.json_option
 def import_(path: Path, url: str | None, as_json: bool) -> None:
     """Adds the records of an exported file, or of T4 results: a file or a folder of them."""
-    with _database(url, read_only=False) as db:
+    with output.database(url, read_only=False) as db:
         report = db.import_(path)
     _show_transfer(report, str(path), as_json)
 
@@ -206,7 +102,7 @@ def import_(path: Path, url: str | None, as_json: bool) -> None:
 @output.json_option
 def merge(other: str, url: str | None, as_json: bool) -> None:
     """Adds everything of the database OTHER (a file or URL)."""
-    with _database(url, read_only=False) as db:
+    with output.database(url, read_only=False) as db:
         report = db.merge(other)
     _show_transfer(report, other, as_json)
 
@@ -240,7 +136,7 @@ def verify(url: str | None, as_json: bool) -> None:
     driver made stale, and which the templates left behind: neither is a fault of the database."""
     from pagegen.db.staleness import VALID
 
-    with _database(url, read_only=True) as db:
+    with output.database(url, read_only=True) as db:
         problems = db.verify()
         states = list(_staleness(db))
         name = db.name
@@ -293,7 +189,7 @@ def prune(url: str | None, target: Target, keep: tuple[str, ...], dry_run: bool,
     from pagegen import targets
 
     kept = keep or (targets.code_hash(target),)
-    with _database(url, read_only=dry_run) as db:
+    with output.database(url, read_only=dry_run) as db:
         removed = db.prune(target=target, keep=kept, dry_run=dry_run)
     verb = "would go" if dry_run else "removed"
     document = {"target": str(target), "kept_code_hashes": list(kept), "dry_run": dry_run, "removed": removed}
@@ -314,7 +210,7 @@ def migrate(url: str | None, to: int | None, lossy: bool, as_json: bool) -> None
     has no place for is named, and goes with --lossy only."""
     from pagegen.db.schema import SCHEMA_VERSION
 
-    with _database(url, read_only=False) as db:
+    with output.database(url, read_only=False) as db:
         version = SCHEMA_VERSION if to is None else to
         if version != SCHEMA_VERSION:
             db.store.migrate(version, lossy=lossy)
@@ -323,12 +219,14 @@ def migrate(url: str | None, to: int | None, lossy: bool, as_json: bool) -> None
 
 
 @command.command()
-def roles() -> None:
+@output.json_option
+def roles(as_json: bool) -> None:
     """Prints the SQL that gives a shared PostgreSQL database its roles: one that reads, for serving, and one that adds,
     for tuners. For psql."""
     from pagegen import db
 
-    click.echo(Path(db.__file__).with_name("roles.sql").read_text(encoding="utf-8"), nl=False)
+    sql = Path(db.__file__).with_name("roles.sql").read_text(encoding="utf-8")
+    output.show({"sql": sql}, as_json, lambda: sql.rstrip("\n"))
 
 
 @command.command()

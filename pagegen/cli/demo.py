@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagegen.cli import demo_page, output
+from pagegen.cli.option_types import DurationType
 from pagegen.cli.options import url_option
-from pagegen.cli.tune import DurationType
 from pagegen.spec import AttentionSpec, CacheLayout, Target
 from pagegen.spec.layout import USUAL_BLOCK_SIZES
 from pagegen.spec.models import find_geometry

@@ -17,7 +17,7 @@ import click
 import pagegen
 from pagegen import settings
 from pagegen.cli import output
-from pagegen.spec import Target
+from pagegen.spec import Target, check
 
 # Distributions that may bring a package, first match wins; and the versions that pagegen declares, both included.
 PACKAGES = {
@@ -70,8 +70,7 @@ def attempt(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return probe()
     except Exception as error:  # whatever is broken here is what the reader came to learn
-        lines = str(error).strip().splitlines()
-        return {"error": lines[0] if lines else type(error).__name__}
+        return {"error": check.first_line(error)}
 
 
 def version(*distributions: str) -> str | None:
@@ -157,7 +156,7 @@ def database() -> dict[str, Any]:
     except MissingDatabase:
         return {"name": place_of(url).name, **found}
     except Exception as error:
-        return {**found, "exists": Path(url).exists() if is_file else None, "error": str(error).splitlines()[0]}
+        return {**found, "exists": Path(url).exists() if is_file else None, "error": check.first_line(error)}
 
 
 def writable(path: Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from pagegen.cli import options, output
+from pagegen.cli.option_types import count
 from pagegen.cli.rejected import rejections
 from pagegen.spec import AttentionSpec, CacheLayout, Device, Selection, Status, Target, TritonVariant, Variant, Workload
 from pagegen.spec.shared_prefix import PrefixGroups
@@ -22,8 +23,8 @@ PER_SEQUENCE = ("mean_keys", "tiles_per_program", "tile_pairs", "shared_bytes")
 @options.model_options
 @options.layout_options
 @click.option("--batch", type=click.IntRange(min=1, max=MAX_SEQUENCES), required=True, help="Sequences.")
-@click.option("--context", type=options.count(), required=True, help="Tokens in each one's cache.")
-@click.option("--queries", type=options.count(), default=1, show_default=True, help="New tokens of each.")
+@click.option("--context", type=count(), required=True, help="Tokens in each one's cache.")
+@click.option("--queries", type=count(), default=1, show_default=True, help="New tokens of each.")
 @click.option(
     "--shared-prefix",
     type=click.IntRange(min=0),

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import click
 
 from pagegen.cli import output
-from pagegen.spec import AttentionSpec, Target, Variant, check
+from pagegen.cli.option_types import BlockSizesType, TargetType, count
+from pagegen.spec import AttentionSpec, Profile, Target, Variant
 from pagegen.spec.layout import ORDERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -20,21 +21,16 @@ profile_option = click.option(
 )  # fmt: skip
 
 
-def count(*, at_least: int = 1) -> click.IntRange:
-    """A number that a value of pagegen can count to."""
-    return click.IntRange(min=at_least, max=check.MAX_COUNT)
+order_option = click.option(
+    "--order", type=click.Choice(ORDERS), default="NHD", show_default=True, help="Memory order inside a block."
+)
 
 
-class TargetType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """ "sm_90", "gfx942", "cpu" or "interpreter"."""
-
-    name = "target"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Target:
-        try:
-            return Target.parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def block_sizes_option(**settings: Any) -> Callable[[Command], Command]:
+    """`--block-sizes`; `settings` are click's."""
+    return click.option(
+        "--block-sizes", type=BlockSizesType(), help="Tokens a cache block; several by commas.", **settings
+    )
 
 
 def model_options(command: Command) -> Command:
@@ -59,6 +55,16 @@ def model_spec(model: str, layer: str | None, q_dtype: str | None, kv_dtype: str
         raise click.UsageError(str(error)) from error
 
 
+def profile_of(name: str) -> Profile:
+    """The profile that `--profile` names: a shipped one or a file."""
+    from pagegen_autotune.profiles import load_profile
+
+    try:
+        return load_profile(name)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(str(error), param_hint="--profile") from error
+
+
 def spec_of(model: str | None) -> AttentionSpec | None:
     """The spec that `--model` names, None without one."""
     try:
@@ -70,8 +76,7 @@ def spec_of(model: str | None) -> AttentionSpec | None:
 def layout_options(command: Command) -> Command:
     """`--block-size` and `--order`: read them back as `CacheLayout(block_size=..., order=...)`."""
     size = click.option("--block-size", type=count(), required=True, help="Tokens a cache block.")
-    order = click.option("--order", type=click.Choice(ORDERS), default="NHD", show_default=True, help="Inside a block.")
-    return size(order(command))
+    return size(order_option(command))
 
 
 def _or_current(ctx: click.Context, param: click.Parameter, value: Target | None) -> Target:

@@ -6,10 +6,15 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from tabulate import tabulate, tabulate_formats
+
+from pagegen.spec import check
+
+if TYPE_CHECKING:
+    from pagegen.db import Database
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
@@ -57,7 +62,16 @@ def plain_failures() -> Iterator[None]:
     except DatabaseError as error:
         raise Failure(str(error)) from error
     except (OSError, ValueError) as error:
-        raise Failure(str(error).splitlines()[0]) from error
+        raise Failure(check.first_line(error)) from error
+
+
+@contextmanager
+def database(url: str | None, *, read_only: bool) -> Iterator[Database]:
+    """The database that `--db` names, opened; what is wrong with it is one line."""
+    from pagegen.db import open_db
+
+    with plain_failures(), open_db(url, read_only=read_only) as db:
+        yield db
 
 
 def show(document: Any, as_json: bool, text: Callable[[], str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagegen.cli import options, output
+from pagegen.cli.option_types import BytesType
 from pagegen.spec import AttentionSpec, Profile, Target, dtype_name
 from pagegen.spec.dtypes import QUERY_DTYPES
 from pagegen.spec.models import find_geometry
@@ -18,44 +18,13 @@ from pagegen.spec.models import find_geometry
 if TYPE_CHECKING:
     from pagegen.db import BlockSizeRow
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """Bytes as a number with a binary unit: 40GiB, 512MiB, 1.5TiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)(B|KiB|MiB|GiB|TiB)", str(value), re.ASCII)
-        size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-        if size < 1:
-            self.fail(
-                f"must be a positive number with a unit of {', '.join(_UNITS)}, such as 40GiB, got {value!r}",
-                param,
-                ctx,
-            )
-        return size
-
-
-def profile_of(name: str) -> Profile:
-    """The profile that `--profile` names: a shipped one or a file."""
-    from pagegen_autotune.profiles import load_profile
-
-    try:
-        return load_profile(name)
-    except (OSError, ValueError) as error:
-        raise click.BadParameter(str(error), param_hint="--profile") from error
-
 
 @click.command()
 @options.model_options
 @options.profile_option
 @options.target_option
 @options.device_option
-@click.option("--memory", type=SizeType(), help="Memory for the cache (40GiB): how many sequences it admits.")
+@click.option("--memory", type=BytesType(), help="Memory for the cache (40GiB): how many sequences it admits.")
 @click.option(
     "--objective", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True,
     help="Rank by the server's tokens/s, or by what a token waits for (p99).",
@@ -85,7 +54,7 @@ def command(
     layers, taken to be alike.
     """
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
-    profile = profile_of(profile_name)
+    profile = options.profile_of(profile_name)
     num_layers = find_geometry(model).attn_layers
     from pagegen import selection
     from pagegen.db.block_size import TIE

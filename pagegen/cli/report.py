@@ -13,7 +13,8 @@ import click
 
 import pagegen
 from pagegen.cli import output
-from pagegen.cli.options import TargetType, count, spec_of, url_option
+from pagegen.cli.option_types import TargetType, count
+from pagegen.cli.options import spec_of, url_option
 from pagegen.spec import Target
 
 if TYPE_CHECKING:

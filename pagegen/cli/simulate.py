@@ -10,7 +10,7 @@ import click
 from tqdm import tqdm
 
 from pagegen.cli import options, output
-from pagegen.cli.query import SizeType, profile_of
+from pagegen.cli.option_types import BytesType
 from pagegen.spec import Target
 from pagegen.spec.models import find_geometry
 
@@ -34,9 +34,9 @@ _REQUESTS = {
 @options.profile_option
 @options.target_option
 @options.device_option
-@click.option("--memory", type=SizeType(), required=True, help="Memory for the cache over all layers (40GiB).")
+@click.option("--memory", type=BytesType(), required=True, help="Memory for the cache over all layers (40GiB).")
 @click.option(
-    "--weights", type=SizeType(),
+    "--weights", type=BytesType(),
     help="Bytes of the model's 16-bit weights (15GiB): what a step takes beside attention, which is else all it takes.",
 )  # fmt: skip
 @click.option(
@@ -82,7 +82,7 @@ def command(
     takes what was measured at it, or what the cost model predicts. All layers are taken to be alike.
     """
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
-    profile = profile_of(profile_name)
+    profile = options.profile_of(profile_name)
     from pagegen_autotune.served import Rest, serve_block_sizes
 
     from pagegen import selection

@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pagegen.cli import options, output
-from pagegen.cli.query import profile_of
+from pagegen.cli.option_types import DurationType, count
 from pagegen.spec import Target
 from pagegen.spec.layout import ORDERS, USUAL_BLOCK_SIZES
 
 if TYPE_CHECKING:
     from pagegen_autotune.report import Report
 
-_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _USUAL = ",".join(map(str, USUAL_BLOCK_SIZES))
-
-
-class DurationType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """Seconds as 90s, 5m, 1h or 1h30m."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        number = r"(\d+(?:\.\d+)?)"
-        found = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", str(value), re.ASCII)
-        parts = zip(found.groups(), _SECONDS.values(), strict=True) if found else ()
-        seconds = math.fsum(float(count) * unit for count, unit in parts if count)
-        if not 0 < seconds < math.inf:
-            self.fail(f"must be a positive time such as 90s, 5m or 1h30m, got {value!r}", param, ctx)
-        return seconds
-
-
-class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
-    """Block sizes by commas: 16,32,64."""
-
-    name = "sizes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(re.fullmatch(r"[1-9]\d{0,5}", part, re.ASCII) for part in parts):
-            self.fail(f"must be positive whole numbers by commas, such as 16,32,64, got {value!r}", param, ctx)
-        return tuple(dict.fromkeys(map(int, parts)))
 
 
 @click.command()
@@ -56,13 +22,13 @@ class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
 @options.profile_option
 @options.target_option
 @options.device_option
-@click.option("--block-sizes", type=SizesType(), default=_USUAL, show_default=True, help="By commas.")
+@options.block_sizes_option(default=_USUAL, show_default=True)
 @click.option(
     "--order", "orders", type=click.Choice(ORDERS), multiple=True, default=["NHD"], show_default=True,
     help="Memory order inside a block; may be given twice.",
 )  # fmt: skip
 @click.option("--budget", type=DurationType(), help="Time to spend (90s, 5m, 1h); as long as it takes by default.")
-@click.option("--trials", type=click.IntRange(min=1), help="The most trials (a variant on a batch) to spend.")
+@click.option("--trials", type=count(), help="The most trials (a variant on a batch) to spend.")
 @click.option(
     "--objective", type=click.Choice(["mean", "p99", "cvar"]), default="mean", show_default=True,
     help="Choose by the expected step time, its 99th percentile, or the mean of its slowest 5 %.",
@@ -76,7 +42,7 @@ class SizesType(click.ParamType):  # type: ignore[type-arg]  # as above
     "--revalidate", is_flag=True,
     help="Measure the best stored variants again where the compiler or driver changed since; no search.",
 )  # fmt: skip
-@click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="How many, with --revalidate.")
+@click.option("--top", type=count(), default=3, show_default=True, help="How many, with --revalidate.")
 @click.option(
     "--ray", "address", metavar="auto|HOST:PORT",
     help="Tune every distinct device of a running Ray cluster, equal ones side by side.",
@@ -118,7 +84,7 @@ def command(
     With --revalidate, block sizes, orders and strategy are the stored ones: see `pagegen db verify` for what is stale.
     """
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
-    profile = profile_of(profile_name)
+    profile = options.profile_of(profile_name)
     if target.kind == "interpreter":
         raise click.BadParameter(
             "the interpreter's times mean nothing: name cpu, or a GPU such as sm_90", param_hint="--target"

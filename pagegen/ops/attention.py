@@ -183,9 +183,8 @@ def _allocate(q: Tensor, known: _Known) -> Tensor:
 def _bounds(known: _Known, options: dict[str, Any]) -> tuple[int, int]:
     """Upper bounds known without a synchronisation."""
     queries, keys = options.get("max_query_len"), options.get("max_seq_len")
-    return known.queries if queries is None else int(queries), known.keys if keys is None else min(
-        int(keys), known.keys
-    )
+    most_queries = known.queries if queries is None else int(queries)
+    return most_queries, known.keys if keys is None else min(int(keys), known.keys)
 
 
 def _float32(value: Tensor | None) -> Tensor | None:

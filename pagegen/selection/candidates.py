@@ -135,6 +135,5 @@ def kept_open(db: Database | str | None) -> Iterator[Database | str | None]:
 
 def sentence(error: Exception) -> str:
     """The error's first line, with its kind where it is not the database's own, which may be terse."""
-    text = (str(error).splitlines() or [""])[0]
     ours = type(error).__module__ == "pagegen.db.errors"
-    return text if ours else f"{type(error).__name__}: {text}"
+    return check.first_line(error) if ours else check.class_and_line(error)

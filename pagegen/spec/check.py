@@ -171,6 +171,16 @@ def shown(name: Any) -> str:
     return name if isinstance(name, str) and name.isprintable() else repr(name)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its class where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def class_and_line(error: BaseException) -> str:
+    """An error's class, and the first line of what it says."""
+    return f"{type(error).__name__}: {first_line(error) if str(error).strip() else 'no message'}"
+
+
 def fields(what: str, data: Any, known: Iterable[str], needed: Iterable[str] = ()) -> dict[str, Any]:
     """`data`, which must be a dict with the needed fields and no unknown one: what a newer pagegen says must not be
     taken for less. Raises TypeError or ValueError naming them."""

@@ -156,9 +156,7 @@ def parse(
             spec, layout = AttentionSpec.from_dict(one["spec"]), CacheLayout.from_dict(one["layout"])
             rules[spec, layout] = DispatchRule.from_dict(one["rule"])
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise Refused(
-            f"its manifest cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        ) from error
+        raise Refused(f"its manifest cannot be read: {check.first_line(error)}") from error
     return head, {kernel.source: kernel for kernel in kernels}, rules
 
 

@@ -37,7 +37,6 @@ FLAGS = ("-O2", "-fpeel-loops", "-std=c++20", "-fopenmp", "-ffp-contract=off", "
 # The instruction set of this CPU. Elsewhere the compiler's default: g++ 12 refuses -march=native on RISC-V.
 NATIVE = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}.get(platform.machine(), ())
 TIMEOUT_S = 120.0
-WORK = ".build-"
 KEY_VERSION = "2"  # of what a library's file holds
 DIGEST_BYTES = 32
 LITTER_S = 3600.0  # after which the folder of a compiler that was killed is removed
@@ -192,7 +191,7 @@ def _compile(
     """Compiles and publishes a library; returns it without its hash."""
     try:
         _sweep(folder)
-        with private.scratch(folder, WORK) as work:
+        with private.scratch(folder, cpp_headers.WORK) as work:
             work.write("kernel.cpp", source.encode())
             command = [*compiler.command, *FLAGS, *machine]
             # names within the working folder: nothing of where it lies is in the library, or can lead elsewhere
@@ -226,7 +225,7 @@ def _run(command: list[str], name: str, folder: str) -> subprocess.CompletedProc
 def _sweep(folder: private.Folder) -> None:
     """Removes what compilers left that were killed."""
     for work in folder.names():
-        if work.startswith(WORK):
+        if work.startswith(cpp_headers.WORK):
             with contextlib.suppress(OSError):  # another process removes it as well
                 if folder.age_s(work, time.time()) > LITTER_S:
                     folder.remove(work)

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 WORTH_IT = 3  # making them takes what one kernel does and saves 0.45 s of each
 NAME = "headers.hpp"
+WORK = ".build-"  # how the folder of a compiler at work begins; `cpp_build` removes what one left that was killed
 # Every system header that a template includes.
 TEXT = """#include <algorithm>
 #include <bit>
@@ -91,7 +92,7 @@ def _digest(made: private.Folder) -> bytes:
 def _make(command: list[str], folder: private.Folder, name: str, timeout_s: float) -> bool:
     """Compiles the headers into the folder `name`, which appears whole or not at all."""
     try:
-        with private.scratch(folder, ".build-") as work:
+        with private.scratch(folder, WORK) as work:
             work.write(NAME, TEXT.encode())
             build = [*(flag for flag in command if flag != "-shared"), "-x", "c++-header", NAME, "-o", f"{NAME}.gch"]
             done = subprocess.run(build, cwd=work.place(""), capture_output=True, timeout=timeout_s, check=False)

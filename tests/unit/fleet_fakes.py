@@ -8,8 +8,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from pagegen_autotune.fleet.station import Kit
 from pagegen_autotune.measure import Verdict
-from pagegen_autotune.station import Kit
 from tuning_fakes import PROFILE, SPEC
 
 from pagegen.spec import CppVariant, Device, Status, Target

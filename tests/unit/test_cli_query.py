@@ -13,7 +13,7 @@ from database_fakes import H100, PROFILE, SM_90, TUNED, cpu_trial, rule, trial
 
 from pagegen import targets
 from pagegen.cli.main import main
-from pagegen.cli.query import SizeType
+from pagegen.cli.option_types import BytesType
 from pagegen.db import open_db
 from pagegen.db.rows import Writer
 from pagegen.spec import AttentionSpec, CacheLayout, Status, Workload
@@ -148,7 +148,7 @@ def test_query_does_not_call_cut_batches_unmeasured(url, profile):
     ("text", "size"), [("40GiB", 40 * 2**30), ("512MiB", 2**29), ("1.5KiB", 1536), ("7B", 7), ("2TiB", 2**41)]
 )
 def test_sizes_with_binary_units_are_read(text, size):
-    assert SizeType().convert(text, None, None) == size
+    assert BytesType().convert(text, None, None) == size
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_sizes_with_binary_units_are_read(text, size):
 )
 def test_sizes_that_could_mean_something_else_are_refused(text):
     with pytest.raises(click.BadParameter, match="such as 40GiB"):
-        SizeType().convert(text, None, None)
+        BytesType().convert(text, None, None)
 
 
 @pytest.mark.parametrize(

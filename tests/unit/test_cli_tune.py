@@ -12,7 +12,7 @@ from tuning_fakes import DEFAULT, DEVICE, PROFILE, FakeBench, table
 
 from pagegen import targets
 from pagegen.cli.main import main
-from pagegen.cli.tune import DurationType
+from pagegen.cli.option_types import DurationType
 from pagegen.db import open_db
 from pagegen.spec import AttentionSpec, CacheLayout, Target
 

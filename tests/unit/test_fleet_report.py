@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fleet_fakes import fake_device
-from pagegen_autotune import fleet
+from pagegen_autotune.fleet import tuner
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.measured import TuneError
 from pagegen_autotune.report import Report
@@ -31,8 +31,8 @@ def report(name: str, *, interrupted: bool = False) -> Report:
     return Report(kind="measured", profile="p", device=fake_device(name), rows=(), interrupted=interrupted)
 
 
-def made(nodes, *kinds, stop: StopSignal | None = None) -> fleet.FleetReport:
-    return fleet._report(nodes, kinds, stop or StopSignal(), 1.0)
+def made(nodes, *kinds, stop: StopSignal | None = None) -> tuner.FleetReport:
+    return tuner._report(nodes, kinds, stop or StopSignal(), 1.0)
 
 
 def test_a_device_that_failed_is_named_and_the_others_are_reported():
@@ -70,9 +70,9 @@ def test_a_cluster_whose_head_dies_ends_the_run_with_what_to_do():
 
     stop = StopSignal()
     with pytest.raises(TuneError, match=r"does not answer \(RayError: GCS\): what was measured is stored"):
-        fleet._run(cluster(look=dead), stop, None)
+        tuner._run(cluster(look=dead), stop, None)
     assert stop.requested
 
 
 def test_a_run_with_no_node_to_wait_for_ends_at_once():
-    assert fleet._run(cluster(), StopSignal(), None) == []
+    assert tuner._run(cluster(), StopSignal(), None) == []

@@ -43,6 +43,14 @@ def test_every_stored_document_is_on_the_page_and_every_script_it_names_is_there
             assert (results_page.ROOT / script).exists()
 
 
+def test_every_stored_document_says_something():
+    for name, _, section in (*results_page.MEASURED, *results_page.NOT_MEASURED):
+        path = results_page.RESULTS / name
+        if path.exists():
+            made = section(json.loads(path.read_text(encoding="utf-8")))
+            assert made.claims and all(claim.found for claim in made.claims), name
+
+
 def test_without_files_nothing_is_claimed(tmp_path):
     page = results_page.render(tmp_path)
     assert "Nothing measured on a GPU yet" in page

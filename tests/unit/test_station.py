@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 from fleet_fakes import KIT, PROFILE, SPEC, FleetBench, fake_device, share_nothing
-from pagegen_autotune import libraries, station
 from pagegen_autotune.executor import Race
-from pagegen_autotune.fleet import tune_fleet
+from pagegen_autotune.fleet import libraries, station, tune_fleet
+from pagegen_autotune.fleet.cluster import connect, matches
+from pagegen_autotune.fleet.station import Builder, Kit, Station, Unsound
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.measured import TuneError
-from pagegen_autotune.ray_cluster import connect, matches
-from pagegen_autotune.station import Builder, Kit, Station, Unsound
 
 from pagegen import costs, settings, targets
 from pagegen.cli.main import main

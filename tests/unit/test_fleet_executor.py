@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 from fleet_fakes import KIT, PROFILE, SPEC
-from pagegen_autotune import ray_executor
 from pagegen_autotune.executor import Race
+from pagegen_autotune.fleet import executor as fleet_executor
+from pagegen_autotune.fleet.cluster import Member
+from pagegen_autotune.fleet.executor import RayExecutor
+from pagegen_autotune.fleet.libraries import Library
+from pagegen_autotune.fleet.station import Built, Station, Unsound
 from pagegen_autotune.interrupt import StopSignal
-from pagegen_autotune.libraries import Library
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.measured import TuneError
-from pagegen_autotune.ray_cluster import Member
-from pagegen_autotune.ray_executor import RayExecutor
-from pagegen_autotune.station import Built, Station, Unsound
 
 from pagegen.spec import CacheLayout, CppVariant, Status
 from pagegen.spec.result import CONFIRM
@@ -175,7 +175,7 @@ def test_a_kind_whose_stations_are_all_lost_waits_and_then_ends(monkeypatch):
     assert made.ended(0.0) == [] and made.busy == 1
     made.join(member())
     assert len(all_ended(made)) == 1
-    monkeypatch.setattr(ray_executor, "WITHOUT_S", -1.0)
+    monkeypatch.setattr(fleet_executor, "WITHOUT_S", -1.0)
     made = executor(member(lose("race")))
     made.start(race())
     made.ended(0.0)
@@ -198,7 +198,7 @@ class FakeBuilder:
 
 
 def test_what_does_not_compile_reaches_no_station_and_a_library_travels_once(monkeypatch):
-    monkeypatch.setattr("pagegen_autotune.station.libraries.adopt", lambda given: None)
+    monkeypatch.setattr("pagegen_autotune.fleet.station.libraries.adopt", lambda given: None)
     builder, one = Actor(FakeBuilder()), member()
     made = executor(one, cluster=FakeCluster([builder]))
     found = made.check(LAYOUT, [DEFAULT, OTHER])

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagegen import targets
-from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Status, TritonVariant, Variant
+from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Status, TritonVariant, Variant, check
 from pagegen_autotune.executor import Entry, Race, Result
+from pagegen_autotune.fleet.cluster import Cluster, Member
+from pagegen_autotune.fleet.libraries import Library
+from pagegen_autotune.fleet.station import Built, Unsound
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.known import facts_of
-from pagegen_autotune.libraries import Library
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.measured import TuneError
-from pagegen_autotune.ray_cluster import Cluster, Member
-from pagegen_autotune.station import Built, Unsound
 
 log = logging.getLogger(__name__)
 
@@ -267,6 +267,5 @@ def _words(error: Exception) -> str:
     """An error in one line: of one that was raised in a station, what was raised there."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, Exception):
-        return f"{type(cause).__name__}: {cause}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        return check.class_and_line(cause)
+    return check.first_line(error)

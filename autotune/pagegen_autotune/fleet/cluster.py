@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from pagegen import settings, targets
-from pagegen.spec import AttentionSpec, Device, Profile, Target
+from pagegen.spec import AttentionSpec, Device, Profile, Target, check
+from pagegen_autotune.fleet.station import Builder, Found, Kit, Station
 from pagegen_autotune.measured import TuneError
-from pagegen_autotune.station import Builder, Found, Kit, Station
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,9 @@ class _Slot:
     over: bool = False
 
 
-def connect(address: str) -> Any:
-    """The module `ray`, connected to a running cluster. Raises TuneError saying what to do."""
+def connect(address: str) -> tuple[Any, bool]:
+    """The module `ray`, connected to a running cluster, and whether it was connected here. Raises TuneError saying what
+    to do."""
     if address.startswith("ray://"):
         raise TuneError(
             f"--ray must be auto or HOST:PORT, got {address}: run this on a node of the cluster, not by client"
@@ -76,14 +77,15 @@ def connect(address: str) -> Any:
     if address != "auto":
         _reachable(address)
     if ray.is_initialized():
-        return ray
+        return ray, False
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except Exception as error:  # noqa: BLE001  ConnectionError, RuntimeError (other versions), ValueError, RayError, ...
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         start = "start one with ray start --head --disable-usage-stats"
-        raise TuneError(f"no Ray cluster can be used at {address} ({first}): {start}, or name another") from error
-    return ray
+        raise TuneError(
+            f"no Ray cluster can be used at {address} ({check.first_line(error)}): {start}, or name another"
+        ) from error
+    return ray, True
 
 
 def _reachable(address: str) -> None:
@@ -125,14 +127,7 @@ class Cluster:
         self.other: set[str] = set()  # names of devices that were not asked for
 
     def __enter__(self) -> Cluster:
-        settings.keep_ray_quiet()
-        try:
-            import ray
-
-            self._mine = not ray.is_initialized()
-        except ImportError:
-            self._mine = False
-        self.ray = connect(self._address)
+        self.ray, self._mine = connect(self._address)
         return self
 
     def __exit__(
@@ -160,7 +155,10 @@ class Cluster:
             if not asked:
                 return []
             ready, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=0)
-            return [member for reference in ready if (member := self._told(asked[reference])) is not None]
+            members = [member for reference in ready if (member := self._told(asked[reference])) is not None]
+            if any(asked[reference].actor is None and not asked[reference].over for reference in ready):
+                self._find()  # lost before it was ready: begun anew now, since a run ends where nothing is starting
+            return members
 
     def _find(self) -> None:
         alive = {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}

@@ -5,30 +5,34 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from pagegen.spec import AttentionSpec, Profile
+from pagegen.spec import AttentionSpec, Profile, check
 from pagegen_autotune.arguments import layouts_of, opened
-from pagegen_autotune.claims import Heartbeat
+from pagegen_autotune.claims import Heartbeat, LeaseStore
+from pagegen_autotune.fleet.cluster import Cluster, Member
+from pagegen_autotune.fleet.executor import RayExecutor
+from pagegen_autotune.fleet.station import Kit
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.job import Job
-from pagegen_autotune.ledger import SAME_ENVIRONMENT
+from pagegen_autotune.ledger import SAME_ENVIRONMENT, Store
 from pagegen_autotune.measured import Run, TuneError, measured
 from pagegen_autotune.patience import Patience
 from pagegen_autotune.progress import Progress
-from pagegen_autotune.ray_cluster import Cluster, Member
-from pagegen_autotune.ray_executor import RayExecutor
 from pagegen_autotune.report import Report
-from pagegen_autotune.station import Kit
 
 log = logging.getLogger(__name__)
 
 # A node that is busy with another job is waited for as long as others are measured, and so long at least.
 START_WAIT_S = 120.0
 _LOOK_S = 0.1
+
+
+class SharedStore(Store, LeaseStore, Protocol):
+    """The part of `pagegen.db.Database` that tuners which share it use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,7 @@ def tune_fleet(
     address: str = "auto",
     devices: Sequence[str] = (),
     block_sizes: Sequence[int] | None = None,
-    db: Any = None,
+    db: SharedStore | str | None = None,
     budget_s: float | None = None,
     progress: bool = True,
     orders: Sequence[str] = ("NHD",),
@@ -96,7 +100,7 @@ def tune_fleet(
         raise ValueError("spec must be without score and mask functions on a cluster: other processes do not know them")
     start = time.monotonic()
     with ExitStack() as stack:
-        store = stack.enter_context(opened(db))
+        store: SharedStore = stack.enter_context(opened(db))
         stop = stack.enter_context(StopSignal())
         cluster = stack.enter_context(
             Cluster(address, spec, profile, devices=devices, seed=seed, kit=kit or Kit())
@@ -123,7 +127,7 @@ def tune_fleet(
 class _Kind:
     """The run of one distinct device, in a thread of its own."""
 
-    def __init__(self, executor: RayExecutor, work: Any, line: Progress, profile: str) -> None:
+    def __init__(self, executor: RayExecutor, work: Callable[[], dict[str, Any]], line: Progress, profile: str) -> None:
         self.executor = executor
         self.report: Report | None = None
         self.error: Exception | None = None
@@ -197,8 +201,7 @@ def _report(cluster: Cluster, kinds: Sequence[_Kind], stop: StopSignal, seconds:
 
 def _words(error: Exception) -> str:
     """An error in one line."""
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return first if isinstance(error, TuneError) else f"{type(error).__name__}: {first}"
+    return check.first_line(error) if isinstance(error, TuneError) else check.class_and_line(error)
 
 
 def _key(member: Member) -> tuple[Any, ...]:

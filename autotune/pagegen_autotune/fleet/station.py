@@ -22,14 +22,16 @@ from pagegen.spec import (
     Status,
     Target,
     Variant,
+    check,
 )
 from pagegen.targets import cpp_build
 from pagegen.targets.errors import CompileError
-from pagegen_autotune import executor, libraries
+from pagegen_autotune import executor
 from pagegen_autotune.compiling import COMPILE_LIMIT_S, CompilerProcess, Task, quiet_compiler
 from pagegen_autotune.executor import Entry, Race
+from pagegen_autotune.fleet import libraries
+from pagegen_autotune.fleet.libraries import Library
 from pagegen_autotune.isolated import IsolatedBench, WorkerLost
-from pagegen_autotune.libraries import Library
 from pagegen_autotune.measure import Bench, Verdict, classify
 from pagegen_autotune.rounds import Rounds
 
@@ -101,7 +103,7 @@ class Station:
                 return Found(host=host, unfit=f"no generated kernel serves the spec on {target}: {reason}")
             bench = self._kit.make(self._spec, target, device, self._profile, seed=self._seed)
         except (ValueError, RuntimeError, OSError) as error:
-            return Found(host=host, unfit=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            return Found(host=host, unfit=check.class_and_line(error))
         self._bench = bench
         return Found(
             host=host, device=device, regime=bench.regime, environment=dict(bench.environment), workers=bench.workers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +36,8 @@ class BlockStorage:
         elements = [layout.block_size * num_kv_heads * head_dim for head_dim in head_dims]  # of a block
         k_pool, v_pool = (_zeros(num_layers * num_blocks * count, dtype, device) for count in elements)
         self.pools = (k_pool, v_pool)
-        self.keys = layout.view(k_pool, num_kv_heads, head_dims[0])
-        self.values = layout.view(v_pool, num_kv_heads, head_dims[1])
-        # by layer, block and byte: what is swapped is moved as it lies, whatever its dtype and order
-        self._bytes = [pool.view(torch.uint8).view(num_layers, num_blocks, -1) for pool in self.pools]
+        self._seen_as = layout, num_kv_heads, head_dims
+        self._make_views()
         self._host = [
             torch.zeros(
                 num_layers,
@@ -49,6 +48,21 @@ class BlockStorage:
             )
             for each in self._bytes
         ]
+
+    def _make_views(self) -> None:
+        layout, num_kv_heads, (k_dim, v_dim) = self._seen_as
+        self.keys = layout.view(self.pools[0], num_kv_heads, k_dim)
+        self.values = layout.view(self.pools[1], num_kv_heads, v_dim)
+        # by layer, block and byte: what is swapped is moved as it lies, whatever its dtype and order
+        self._bytes = [pool.view(torch.uint8).view(self.num_layers, self.num_blocks, -1) for pool in self.pools]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("keys", "values", "_bytes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copied or unpickled blocks: views that are pickled on their own have other memory."""
+        self.__dict__.update(state)
+        self._make_views()
 
     def copy(self, pairs: BlockPairs) -> None:
         """Copies (source, target) blocks in all layers, keys and values, in one call."""

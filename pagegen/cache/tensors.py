@@ -68,11 +68,23 @@ class PagedKVCache:
         self.storage = BlockStorage(
             num_layers, num_blocks, num_host_blocks, layout, num_kv_heads, (head_dim, v_dim), stored, self.device
         )
-        self.pools = self.storage.pools
-        firsts = range(0, num_layers * num_blocks, num_blocks)
-        self._k_layers = [self.storage.keys[first : first + num_blocks] for first in firsts]
-        self._v_layers = [self.storage.values[first : first + num_blocks] for first in firsts]
+        self._make_views()
         self._shared = SharedPrefixes()
+
+    def _make_views(self) -> None:
+        blocks = self.storage.num_blocks
+        firsts = range(0, self.num_layers * blocks, blocks)
+        self.pools = self.storage.pools
+        self._k_layers = [self.storage.keys[first : first + blocks] for first in firsts]
+        self._v_layers = [self.storage.values[first : first + blocks] for first in firsts]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("pools", "_k_layers", "_v_layers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled cache looks into its own storage again."""
+        self.__dict__.update(state)
+        self._make_views()
 
     def k_cache(self, layer: int) -> Tensor:
         """The keys of a layer, [num_blocks, block_size, num_kv_heads, head_dim]: always the same view."""

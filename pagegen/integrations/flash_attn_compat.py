@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagegen.integrations import flash_attn_checks as checks
 from pagegen.ops import paged_attention, rope_write_kv, write_kv
 
 _BLOCK = 16
@@ -36,15 +37,17 @@ def flash_attn_func(
     """Attention of q [B, Sq, Hq, D] over k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv], which may have fewer heads.
 
     A causal mask is aligned to the last key, as flash-attn's is. `window_size` (left, right) needs right = 0, or
-    `causal`; `softcap` 0 means none; `alibi_slopes` and the sinks `s_aux` are [Hq]. Returns [B, Sq, Hq, Dv], with
-    `return_attn_probs` also the log-sum-exp float32 [B, Hq, Sq] and None. Raises ValueError naming the argument.
+    `causal`; `softcap` 0 means none; `alibi_slopes` (which need `causal`, or one query) and the sinks `s_aux` are
+    [Hq]. Returns [B, Sq, Hq, Dv], with `return_attn_probs` also the log-sum-exp float32 [B, Hq, Sq] and None. Raises
+    ValueError naming the argument.
     """
+    checks.dense(q, k, v)
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, queries)
     starts_q, starts_k = (torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n for n in (queries, keys))
     out, lse = _varlen(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts_q, starts_k, queries, keys, None,
-        _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux),
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts_q, starts_k, queries, keys, None, options
     )  # fmt: skip
     out = out.unflatten(0, (batch, queries))
     return (out, lse.view(batch, queries, heads).transpose(1, 2), None) if return_attn_probs else out
@@ -77,10 +80,10 @@ def flash_attn_varlen_func(
     Returns [total_q, Hq, Dv], with `return_attn_probs` also the log-sum-exp float32 [Hq, total_q] and None. Raises what
     `flash_attn_func` raises.
     """
-    out, lse = _varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, _host(max_seqlen_q), _host(max_seqlen_k), block_table,
-        _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux),
-    )  # fmt: skip
+    longest_q, longest_k = _host(max_seqlen_q), _host(max_seqlen_k)
+    checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, paged=block_table is not None)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, longest_q)
+    out, lse = _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, block_table, options)
     return (out, lse.T, None) if return_attn_probs else out
 
 
@@ -120,16 +123,22 @@ def flash_attn_with_kvcache(
     """
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad must be None: a paged sequence begins at its first slot")
+    if (k is None) != (v is None):
+        raise ValueError(f"v must be given with k, got {'k' if v is None else 'v'} alone")
+    checks.rotation(rotary_cos, rotary_sin, new=k is not None)
+    if k is None or v is None:
+        checks.dense(q, q, q)
+    else:
+        checks.dense(q, k, v)
     batch, queries, heads, _ = q.shape
-    options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
+    options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, queries)
     k_blocks, v_blocks, table = _cache_blocks(k_cache, v_cache, block_table, cache_batch_idx, batch)
     most = table.shape[1] * k_blocks.shape[1]
+    checks.lengths(cache_seqlens, batch, 0 if k is None else k.shape[1], most)
     before = _lengths(cache_seqlens, most, batch, q.device)
     q = q.flatten(0, 1)
     lengths = before
-    if k is not None:
-        if v is None:
-            raise ValueError("v must be given with k, got None")
+    if k is not None and v is not None:
         positions = before[:, None] + torch.arange(k.shape[1], device=q.device)
         slots = _slots(positions, table, k_blocks.shape[1])
         if rotary_cos is None or rotary_sin is None:
@@ -142,8 +151,6 @@ def flash_attn_with_kvcache(
             )  # fmt: skip
         _write(v.flatten(0, 1), v_blocks, slots)
         lengths = before + k.shape[1]
-    elif rotary_cos is not None:
-        raise ValueError("rotary_cos must be None where no k is given to rotate and write")
     starts = None if queries == 1 else torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
     found = paged_attention(
         q, k_blocks, v_blocks, table, lengths.to(torch.int32), query_start_loc=starts, max_query_len=queries,
@@ -161,8 +168,9 @@ def _options(
     softcap: float,
     alibi_slopes: Tensor | None,
     s_aux: Tensor | None,
+    queries: int,
 ) -> dict[str, Any]:
-    """What all three mean by their options, in this project's terms."""
+    """What all three mean by their options, in this project's terms; `queries` is the most that a sequence has."""
     if dropout_p:
         raise ValueError(f"dropout_p must be 0: paged attention is for inference, got {dropout_p}")
     left, right = window_size
@@ -172,8 +180,7 @@ def _options(
             "window_size must be (left, 0), or end at the query by causal=True, or be (-1, -1), "
             f"got {tuple(window_size)}"
         )
-    if alibi_slopes is not None and alibi_slopes.dim() != 1:
-        raise ValueError(f"alibi_slopes must be [num_heads], got {list(alibi_slopes.shape)}")
+    checks.alibi(alibi_slopes, queries, causal=causal or right == 0)
     return {
         "scale": softmax_scale,
         "causal": causal or right == 0,
@@ -237,6 +244,9 @@ def _cache_blocks(
         if rows is not None:
             raise ValueError("cache_batch_idx must be None where a block_table says which blocks a row has")
         return k_cache, v_cache, table
+    checks.cache(k_cache, v_cache, batch, named=rows is not None)
+    if rows is not None:
+        checks.named_rows(rows, batch, len(k_cache))
     longest = k_cache.shape[1]
     size = next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if longest % size == 0)
     named = torch.arange(batch, device=k_cache.device) if rows is None else rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagegen import modifiers
-from pagegen.ops import cache_checks, checks
+from pagegen.ops import cache_checks, checks, gradients
 from pagegen.spec import Variant, check, dtype_name, parse_dtype
 
 # of the operators' options whose default is not None
@@ -238,9 +238,21 @@ def _states(name: str, value: Tensor | Sequence[Tensor], *, stack: bool) -> Tens
     return torch.stack(states) if stack else states
 
 
+# What each operator calls its positional operands, as plain strings, which torch.compile can read.
+_OPERANDS = {
+    operator: tuple(argument.name for argument in operator._schema.arguments)
+    for name in ("paged_attention", "write_kv", "rope_write_kv", "update_scales", "copy_blocks", "merge_states")
+    for operator in (
+        getattr(getattr(torch.ops.pagegen, name), kind) for kind in getattr(torch.ops.pagegen, name).overloads()
+    )
+}
+
+
 def _call(operator: Any, *operands: Any, **options: Any) -> Any:
     """The operator's result. Where torch refuses a value's type, whose message may name no argument, raises TypeError
-    naming it."""
+    naming it, and RuntimeError naming an operand that a transform of torch.func would differentiate."""
+    if gradients.transforms_are_active():
+        gradients.refuse_transformed(_OPERANDS[operator], operands, options)
     try:
         return operator(*operands, **options)
     except RuntimeError:

@@ -61,6 +61,7 @@ def paged_attention(
     if out is None:
         out = _allocate(q, known)
     else:
+        gradients.refuse(out=out)
         checks.output(out, q, known.width, k_cache, v_cache)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32) if return_lse else q.new_empty(0, dtype=torch.float32)
     if out.numel() == 0:
@@ -116,6 +117,7 @@ def _checked(
     q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, options: dict[str, Any]
 ) -> _Known:
     """What is known of a call that was not seen before. Raises TypeError or ValueError naming the argument."""
+    gradients.refuse(**{name: value for name, value in options.items() if isinstance(value, Tensor)})
     _check(q, k_cache, v_cache, block_table, seq_lens, **options)
     width = value_width(v_cache, options.get("v_head_dim"), options.get("kv_dtype"))
     ragged = options.get("query_start_loc") is not None
@@ -159,7 +161,7 @@ def _seen(
         found += v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device
     for name, value in options.items():
         if isinstance(value, Tensor):
-            found += name, value.shape, value.stride(), value.dtype, value.device
+            found += name, value.shape, value.stride(), value.dtype, value.device, gradients.wanted(value)
         elif name == "max_seq_len":
             found.append(value is not None and value < 0)
         elif name not in _UNSEEN:

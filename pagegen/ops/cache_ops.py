@@ -34,7 +34,7 @@ def write_kv(
     kv_dtype: str | None = None,
 ) -> None:
     """`torch.ops.pagegen.write_kv`; see `pagegen.write_kv`."""
-    gradients.refuse(k=k, v=v)
+    gradients.refuse(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     stored = _checked(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
     scales = _scales(k_cache, v_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
     _write(WriteCall(k, v, k_cache, v_cache, slot_mapping, stored, rotation=None, **scales))
@@ -59,7 +59,7 @@ def rope_write_kv(
     kv_dtype: str | None = None,
 ) -> Tensor:
     """`torch.ops.pagegen.rope_write_kv`; see `pagegen.rope_write_kv`."""
-    gradients.refuse(q=q, k=k, v=v)
+    gradients.refuse(q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
     stored = _checked(k, v, k_cache, v_cache, slot_mapping, kv_dtype)
     cache_checks.rope(q, k, positions, cos, sin)
     scales = _scales(k_cache, v_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
@@ -97,6 +97,7 @@ def _scales(
     k_cache: Tensor, v_cache: Tensor | None, kv_dtype: str | None, **given: Tensor | None
 ) -> dict[str, Tensor | None]:
     """Scales and zero points by name, checked, as a `WriteCall` has them."""
+    gradients.refuse(**given)
     checks.scales(k_cache, v_cache, kv_dtype, given)
     return operands.scales(k_cache, given, shared_kv=v_cache is None)
 
@@ -120,6 +121,7 @@ def update_scales(
     kv_dtype: str,
 ) -> None:
     """`torch.ops.pagegen.update_scales`; see `pagegen.update_scales`."""
+    gradients.refuse(k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
     stored = cache_checks.scale_update(k, v, slot_mapping, k_scale, v_scale, k_zero, v_zero, kv_dtype)
     if not len(k):
         return
@@ -175,6 +177,7 @@ def _assign(target: Tensor, slots: Tensor, values: Tensor) -> None:
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor) -> None:
     """`torch.ops.pagegen.copy_blocks`; see `pagegen.copy_blocks`."""
+    gradients.refuse(k_cache=k_cache, v_cache=v_cache)
     cache_checks.copies(k_cache, v_cache, pairs)
     if len(pairs):
         from pagegen import targets

@@ -27,33 +27,46 @@ def _attention(
     v_head_dim: int | None = None,
     kv_dtype: str | None = None,
     return_lse: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    gradients.refuse(q=q, k_cache=k_cache, v_cache=v_cache)
+    _refuse(q=q, k_cache=k_cache, v_cache=v_cache, **options)
     width = value_width(v_cache, v_head_dim, kv_dtype)
     return q.new_empty((*q.shape[:2], width)), _lse(q, return_lse)
 
 
-def _attention_out(q: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> Tensor:
-    gradients.refuse(q=q)
+def _attention_out(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, *_: Any, return_lse: bool = False, **options: Any
+) -> Tensor:
+    _refuse(q=q, k_cache=k_cache, v_cache=v_cache, **options)
     return _lse(q, return_lse)
 
 
+def _refuse(**operands: Any) -> None:
+    """What wants a gradient among a call's arguments, of which some are no tensors and some are lists of them."""
+    for name, value in operands.items():
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            gradients.refuse(**{name: tensor if isinstance(tensor, Tensor) else None})
+
+
 def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    _refuse(outs=outs, lses=lses)
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
 def _merge_list(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    _refuse(outs=outs, lses=lses)
     return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
 
 
-def _rotated(q: Tensor, k: Tensor, v: Tensor | None, *_: Any, **__: Any) -> Tensor:
-    gradients.refuse(q=q, k=k, v=v)
+def _rotated(
+    q: Tensor, k: Tensor, v: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor, *_: Any, **options: Any
+) -> Tensor:
+    _refuse(q=q, k=k, v=v, cos=cos, sin=sin, **options)
     return q.new_empty(q.shape)
 
 
-def _write(k: Tensor, v: Tensor | None, *_: Any, **__: Any) -> None:
-    gradients.refuse(k=k, v=v)
+def _write(k: Tensor, v: Tensor | None, *_: Any, **options: Any) -> None:
+    _refuse(k=k, v=v, **options)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagegen.ops import checks, plans
+from pagegen.ops import checks, gradients, plans
 from pagegen.ops.schemas import LIBRARY
 from pagegen.targets.cache_call import Merger, State
 
@@ -18,6 +18,7 @@ _LSE = "[total_q, num_q_heads]"
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.ops.pagegen.merge_states`; see `pagegen.merge_states`."""
+    gradients.refuse(outs=outs, lses=lses)
     checks.tensor("outs", outs, "[num_states, total_q, num_q_heads, v_head_dim]", checks.FLOATS, None)
     checks.tensor("lses", lses, "[num_states, total_q, num_q_heads]", (torch.float32,), outs.device)
     checks.sizes("lses", lses, tuple(outs.shape[:3]), "[num_states, total_q, num_q_heads]")
@@ -37,6 +38,7 @@ def merge_listed_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple
     first = outs[0]
     rows: list[Tensor] = []
     for out, lse in zip(outs, lses, strict=True):
+        gradients.refuse(outs=out, lses=lse)
         row = out if out.stride(-1) == 1 else out.contiguous()
         checks.tensor("outs", row, _OUT, checks.FLOATS if out is first else (first.dtype,), first.device)
         checks.sizes("outs", row, tuple(first.shape), _OUT)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagegen.modifiers import Capture, Modifier, captured_tensors, find_both
+from pagegen.ops import gradients
 from pagegen.ops.checks import SCALES, describe
 from pagegen.spec import AttentionSpec
 from pagegen.spec.dtypes import INT4
@@ -39,6 +40,7 @@ def captures(q: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
 
 def _check_capture(modifier: Modifier, capture: Capture, tensor: Tensor, q: Tensor) -> None:
     named = f"tensor {capture.name} captured by {modifier.name}"
+    gradients.refuse(**{named: tensor})
     if tensor.dtype != capture.dtype or tensor.dim() != capture.rank:
         dtype = str(capture.dtype).removeprefix("torch.")
         raise ValueError(f"{named} must be {dtype} of {capture.rank} dimensions, got {describe(tensor)}")

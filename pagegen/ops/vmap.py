@@ -19,6 +19,9 @@ from pagegen.ops.schemas import LIBRARY
 
 Rule = Callable[[Any, dict[str, Any], dict[str, Any], int], Any]
 _PER_SEQUENCE = ("q", "block_table", "seq_lens")
+# Of a larger batch they would mean something else: starts and masks have its rows, and a modifier reads which sequence
+# of the batch it is in.
+_OF_ONE_BATCH = ("query_start_loc", "tree_mask", "score_mod", "mask_mod")
 
 
 def _loop(operator: Any, given: dict[str, Any], dims: dict[str, Any], size: int) -> Any:
@@ -31,8 +34,10 @@ def _loop(operator: Any, given: dict[str, Any], dims: dict[str, Any], size: int)
                 "calls would write into one tensor"
             )
 
+    if not size and operator._schema.returns:
+        raise ValueError(f"{operator._schema.name} must be mapped over at least one entry here, got none")
     results = [_call(operator, {name: _entry(given[name], dims[name], i) for name in given}) for i in range(size)]
-    if results[0] is None:
+    if not operator._schema.returns:
         return None, None
     stacked = pytree.tree_map(lambda *parts: torch.stack(parts), *results)
     return stacked, pytree.tree_map(lambda _: 0, stacked)
@@ -48,12 +53,13 @@ def _entry(value: Any, dims: Any, i: int) -> Any:
 def _attention(operator: Any, given: dict[str, Any], dims: dict[str, Any], size: int) -> Any:
     """A decode step whose queries, tables or lengths are mapped is a step of more sequences."""
     mapped = {name for name, dim in dims.items() if any(d is not None for d in pytree.tree_leaves(dim, _is_none))}
-    if not mapped <= set(_PER_SEQUENCE) or given.get("query_start_loc") is not None:
+    if not mapped <= set(_PER_SEQUENCE) or any(given.get(name) is not None for name in _OF_ONE_BATCH):
         return _loop(operator, given, dims, size)
-    rows = {name: _front(given[name], dims[name], size).flatten(0, 1) for name in _PER_SEQUENCE}
-    out, lse = _call(operator, {**given, **rows})
-    lse = lse.unflatten(0, (size, -1)) if given.get("return_lse") else lse.new_empty(size, 0)
-    return (out.unflatten(0, (size, -1)), lse), (0, 0)
+    fronts = {name: _front(given[name], dims[name], size) for name in _PER_SEQUENCE}
+    each = fronts["q"].shape[1]
+    out, lse = _call(operator, {**given, **{name: rows.flatten(0, 1) for name, rows in fronts.items()}})
+    lse = lse.unflatten(0, (size, each)) if given.get("return_lse") else lse.new_empty(size, 0)
+    return (out.unflatten(0, (size, each)), lse), (0, 0)
 
 
 def _write(operator: Any, given: dict[str, Any], dims: dict[str, Any], size: int) -> Any:
@@ -104,6 +110,7 @@ def _register(name: str, rule: Rule) -> None:
 
 for _name, _rule in {
     "paged_attention": _attention,
+    "paged_attention.out": _loop,
     "write_kv": _write,
     "rope_write_kv": _loop,
     "update_scales": _loop,

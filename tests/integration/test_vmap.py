@@ -60,6 +60,39 @@ def test_caches_and_sinks_may_be_mapped_and_a_ragged_batch_too(caches):
         torch.testing.assert_close((found[0][i], found[1][i]), ragged(q[i], k_cache[i], v_cache[i], sinks[i]))
 
 
+@pagegen.mask_mod
+def behind_the_sequences_own_number(batch, head, q_pos, k_pos):
+    return k_pos >= batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mask_mod": behind_the_sequences_own_number}, {"tree_mask": torch.tensor([[True], [False], [True]])}],
+    ids=["a modifier", "a tree mask"],
+)
+def test_what_counts_sequences_or_queries_counts_those_of_its_own_batch(caches, options):
+    q = made(2, 3, 4, DIM)
+    found = torch.vmap(lambda q: attend(q, TABLE, LENS, *caches, **options))(q)
+    for i in range(2):
+        expected = attend(q[i], TABLE, LENS, *caches, **options)
+        torch.testing.assert_close((found[0][i], found[1][i]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mapped_out_is_written_and_one_for_all_is_refused(caches):
+    q, out = made(2, 3, 4, DIM), torch.full((2, 3, 4, DIM), 7.0)
+    torch.vmap(lambda q, out: attend(q, TABLE, LENS, *caches, out=out))(q, out)
+    torch.testing.assert_close(out[1], attend(q[1], TABLE, LENS, *caches)[0])
+    with pytest.raises(ValueError, match="out must be batched as well"):
+        torch.vmap(lambda q: attend(q, TABLE, LENS, *caches, out=out[0]))(q)
+
+
+def test_no_entries_give_an_empty_result_or_an_error_that_says_so(caches):
+    none = made(0, 3, 4, DIM)
+    assert torch.vmap(lambda q: attend(q, TABLE, LENS, *caches)[0])(none).shape == (0, 3, 4, DIM)
+    with pytest.raises(ValueError, match="at least one entry"):
+        torch.vmap(lambda q: attend(q, TABLE, LENS, *caches, tree_mask=torch.ones(3, 1, dtype=torch.bool)))(none)
+
+
 def test_nothing_mapped_at_this_level_is_one_plain_call(caches):
     q, scale = made(3, 4, DIM), made(2, 1)
     found = torch.vmap(lambda s: s + attend(q, TABLE, LENS, *caches)[0].sum())(scale)

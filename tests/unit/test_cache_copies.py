@@ -33,17 +33,20 @@ def test_a_copied_allocator_goes_on_from_where_the_original_was_and_leaves_it_al
     assert original.stats().num_sequences == 1
 
 
-def test_a_copied_cache_has_memory_of_its_own_that_its_copies_of_blocks_go_to():
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copied_cache_has_memory_of_its_own_that_its_copies_of_blocks_go_to(way):
     original = PagedKVCache(2, 8, CacheLayout(block_size=4), num_kv_heads=1, head_dim=8, dtype=torch.float32)
     original.add("x", range(6))
     original.batch(["x"])
     original.k_cache(1)[:] = 1.0
-    copied = copy.deepcopy(original)
+    copied = COPIES[way](original)
     copied.fork("x", "y")
     copied.append("y", [7])  # writes into a shared block: it is copied
     (block,) = set(copied.block_ids("y")) - set(copied.block_ids("x"))
     copied.k_cache(1)[block] = 3.0
     assert (copied.k_cache(1) == 3.0).sum() == 32 and (original.k_cache(1) == 1.0).all()
+    copied.pools[0].zero_()  # what a compiled step writes to
+    assert not copied.k_cache(1).any() and (original.k_cache(1) == 1.0).all()
     copied.check_invariants()
     groups = copy.deepcopy(GroupedKVCache([PagedKVCache(1, 8, CacheLayout(block_size=4), num_kv_heads=1, head_dim=8)]))
     groups.add("x", range(5))

@@ -156,6 +156,14 @@ def test_without_new_keys_the_whole_cache_is_attended_unless_lengths_say_less():
 
 
 Q, K = draw(2, 2, HEADS, DIM), draw(2, 16, KV_HEADS, DIM)
+STARTS = torch.tensor([0, 5])
+
+
+def packed(starts_q, starts_k, longest_q, longest_k):
+    keys = draw(5, KV_HEADS, DIM)
+    return flash_attn_varlen_func(draw(3, HEADS, DIM), keys, keys, starts_q, starts_k, longest_q, longest_k)
+
+
 REFUSALS = {
     "dropout_p must be 0": lambda: flash_attn_func(Q, K, K, 0.1),
     r"window_size must be .* got \(4, 4\)": lambda: flash_attn_func(Q, K, K, window_size=(4, 4)),
@@ -167,7 +175,39 @@ REFUSALS = {
     "causal must be True where several": lambda: flash_attn_with_kvcache(
         Q, K, K, K[:, :2], K[:, :2], draw(16, 4), draw(16, 4), 3
     ),
-    "rows that follow one another": lambda: flash_attn_with_kvcache(Q, K.repeat(1, 2, 1, 1)[:, :24], K),
+    "rows that follow one another": lambda: flash_attn_with_kvcache(
+        Q, K.repeat(1, 2, 1, 1)[:, :24], K.repeat(1, 2, 1, 1)[:, :24]
+    ),
+    "alibi_slopes must be None unless causal": lambda: flash_attn_func(Q, K, K, alibi_slopes=draw(HEADS)),
+    r"k must be .* = \[2, 'any', 'any', 16\]": lambda: flash_attn_func(Q, K[:1], K[:1]),
+    "v must be": lambda: flash_attn_func(Q, K.view(2, 16, KV_HEADS, DIM), K.reshape(1, 32, KV_HEADS, DIM)),
+    "v must be given with k, got v alone": lambda: flash_attn_with_kvcache(Q, K, K, None, K[:, :2], cache_seqlens=3),
+    "rotary_cos and rotary_sin must both": lambda: flash_attn_with_kvcache(
+        Q, K, K, K[:, :2], K[:, :2], draw(16, 4), None, 3, causal=True
+    ),
+    "rotary_sin must both be given": lambda: flash_attn_with_kvcache(Q, K, K, rotary_sin=draw(16, 4)),
+    "k_cache must have 2 rows": lambda: flash_attn_with_kvcache(Q, K[:1], K[:1]),
+    "v_cache must be": lambda: flash_attn_with_kvcache(Q, K, K[:, :8]),
+    r"cache_batch_idx must be in 0\.\.1": lambda: flash_attn_with_kvcache(
+        Q, K, K, cache_batch_idx=torch.tensor([0, 2])
+    ),
+    r"cache_seqlens must be in 0\.\.16": lambda: flash_attn_with_kvcache(Q, K, K, cache_seqlens=17),
+    r"cache_seqlens must be in 0\.\.14": lambda: flash_attn_with_kvcache(
+        Q, K, K, K[:, :2], K[:, :2], cache_seqlens=torch.tensor([3, 15])
+    ),
+    r"cache_seqlens must be \[batch\] = \[2\]": lambda: flash_attn_with_kvcache(
+        Q, K, K, cache_seqlens=torch.tensor([3])
+    ),
+    "cache_seqlens must be int32 or int64": lambda: flash_attn_with_kvcache(Q, K, K, cache_seqlens=torch.ones(2)),
+    "cu_seqlens_q must be int32 or int64": lambda: packed(torch.tensor([0.0, 3.0]), STARTS, 3, 5),
+    r"cu_seqlens_k must be \[num_seqs \+ 1\] = \[2\]": lambda: packed(
+        torch.tensor([0, 3]), torch.tensor([0, 2, 5]), 3, 3
+    ),
+    "cu_seqlens_k must rise from 0 and end at most at 5": lambda: packed(
+        torch.tensor([0, 3]), torch.tensor([0, 6]), 3, 6
+    ),
+    "max_seqlen_k must be at least 5, got 4": lambda: packed(torch.tensor([0, 3]), STARTS, 3, 4),
+    "max_seqlen_q must be at least 3, got 1": lambda: packed(torch.tensor([0, 3]), STARTS, 1, 5),
     "cache_batch_idx must be None": lambda: flash_attn_with_kvcache(
         Q, K, K, block_table=torch.zeros(2, 1, dtype=torch.int32), cache_batch_idx=torch.tensor([0, 1])
     ),
@@ -178,3 +218,16 @@ REFUSALS = {
 def test_what_a_paged_step_cannot_mean_is_refused_by_name(message):
     with pytest.raises(ValueError, match=message):
         REFUSALS[message]()
+
+
+def test_what_is_refused_wrote_nothing():
+    k_cache, k = K.clone(), draw(2, 2, KV_HEADS, DIM, seed=3)
+    with pytest.raises(ValueError, match="v must be"):
+        flash_attn_with_kvcache(Q, k_cache, k_cache.clone(), k, k[:, :1], cache_seqlens=3)
+    assert torch.equal(k_cache, K)
+
+
+def test_slopes_without_a_causal_mask_are_for_a_single_query():
+    slopes = draw(HEADS, seed=7).abs()
+    out = flash_attn_func(Q[:, :1], K, K, alibi_slopes=slopes)
+    close(out[0], by_definition(Q[0, :1], K[0], K[0], slopes=slopes)[0])

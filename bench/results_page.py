@@ -29,6 +29,7 @@ MEASURED: tuple[tuple[str, str, Callable[[Document], Section]], ...] = (
     ("host-cost.json", "bench/host_cost.py", others.host_cost),
     ("tuning-efficiency.json", "bench/tuning.py", others.tuning),
     ("fleet.json", "bench/fleet.py", others.fleet),
+    ("scale.json", "bench/scale.py", others.scale),
 )
 NOT_MEASURED: tuple[tuple[str, str, Callable[[Document], Section]], ...] = (
     ("block-size.json", "bench/block_size.py", paging.simulated),

@@ -62,7 +62,7 @@ def tuning(document: Document) -> Section:
     recorded = document.get("recorded_on", {}).get("name", "")
     return Section(
         title="The search", source="tuning-efficiency.json", command="python bench/tuning.py",
-        said=said(document), claims=tuple(claims),
+        said=said(document, "Replayed"), claims=tuple(claims),
         notes=(f"Replayed on exhaustive measurements recorded on {recorded}.",),
     )  # fmt: skip
 
@@ -86,20 +86,45 @@ def predicted(document: Document) -> Section:
             ))  # fmt: skip
     return Section(
         title="The cost model against published GPU latencies", source="cost-model.json",
-        command="python bench/cost_model.py", said=said(document), claims=tuple(claims),
+        command="python bench/cost_model.py", said=said(document, "Computed"), claims=tuple(claims),
         notes=(document["data"]["source"] + ".", document["data"]["notes"]),
     )  # fmt: skip
 
 
 def fleet(document: Document) -> Section:
-    """Rows with `what` and `found`, and where something was asked `asked_for` and `met`."""
-    claims = [
-        Claim(what=row["what"], found=str(row["found"]), asked=row.get("asked_for", ""), met=row.get("met"))
-        for row in document["rows"]
-        if "found" in row
-    ]
+    """What a trial costs the driver, and how busy devices are, in this process and on a Ray cluster of one machine."""
+    parts = {"executor": "races sent and collected", "run": "a whole run"}
+    claims = []
+    for row in document["rows"]:
+        where = row["where"] if row["where"] == "this process" else f"{row['where']}, {row['stations']} stations"
+        sample = f", samples of {row['sample_ms']:g} ms" if row["sample_ms"] else ""
+        found = (
+            f"{row['driver_cpu_ms_a_trial']:.2f} ms of the driver's CPU a trial, {row['trials_a_second']:,.0f} trials/s"
+        )
+        busy = f", devices busy {row['busy']:.0%}" if "busy" in row else ""
+        claims.append(Claim(what=f"{parts[row['part']]}{sample}: {where}", found=found + busy))
     return Section(
         title="Past one machine", source="fleet.json", command="python bench/fleet.py", said=said(document),
+        notes=("Devices are arithmetic, all on one machine: this is what the tuner itself costs.",),
+        claims=tuple(claims),
+    )  # fmt: skip
+
+
+def scale(document: Document) -> Section:
+    """What a server's CPU does for one trial, one start and one pull. docs/scale.md says what follows for a fleet."""
+    claims = []
+    for row in document["rows"]:
+        if row["measured"]:
+            many = (
+                f", {row.get('writers', row.get('processes'))} at once" if {"writers", "processes"} & row.keys() else ""
+            )
+            found = [f"{row['bytes_a_trial']} bytes a trial"] if "bytes_a_trial" in row else []
+            found += [f"{row['server_cpu_ms']:g} ms of the server's CPU each"] if "server_cpu_ms" in row else []
+            found += [f"{row['mib']} MiB"] if "mib" in row else []
+            claims.append(Claim(what=row["what"] + many, found=", ".join(found)))
+    return Section(
+        title="A fleet's database", source="scale.json", command="python bench/scale.py", said=said(document),
+        notes=("PostgreSQL beside its clients. What follows for a whole fleet is arithmetic: [scale](scale.md).",),
         claims=tuple(claims),
     )  # fmt: skip
 

@@ -43,6 +43,13 @@ def test_every_stored_document_is_on_the_page_and_every_script_it_names_is_there
             assert (results_page.ROOT / script).exists()
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in results_page.RESULTS.glob("*.json")))
+def test_every_stored_document_is_a_section_with_figures(name):
+    document = json.loads((results_page.RESULTS / name).read_text(encoding="utf-8"))
+    made = [make for known, _, make in (*results_page.MEASURED, *results_page.NOT_MEASURED) if known == name]
+    assert made and all(make(document).claims for make in made)
+
+
 def test_without_files_nothing_is_claimed(tmp_path):
     page = results_page.render(tmp_path)
     assert "Nothing measured on a GPU yet" in page
@@ -97,6 +104,12 @@ def test_a_peer_must_be_beaten_in_every_cell_and_both_orders():
 def test_a_date_that_is_not_there_is_said_not_to_be():
     assert said({"environment": {"cpu": "A", "threads": 2}}) == "Measured (date not recorded) on A, 2 threads."
     assert said({"environment": {"date": "2026-12-01", "cpu": "A"}, "quick": True}).startswith("Measured on 2026-12-01")
+
+
+def test_what_was_not_measured_is_not_said_to_be():
+    assert said({"environment": {"date": "2026-12-01", "cpu": "A"}}, "Simulated") == "Simulated on 2026-12-01 on A."
+    _, _, apart = results_page.PAGE.read_text(encoding="utf-8").partition("## Simulated and predicted")
+    assert apart and "Measured on" not in apart and "Measured (" not in apart
 
 
 def test_the_servers_speed_and_what_requests_wait_are_claims_of_their_own():

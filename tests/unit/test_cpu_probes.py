@@ -108,6 +108,17 @@ def test_the_bandwidth_of_a_device_is_that_of_the_probe():
     assert 0.1 < cpu_device.read_bandwidth_gb_s(seconds=0.02) < 10_000
 
 
+def test_what_others_take_of_the_cores_is_no_part_of_the_bandwidth(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(cpu_device.time, "perf_counter", lambda: float(next(clock)))  # each read lasts a second or more
+    monkeypatch.setattr(cpu_device.time, "process_time", lambda: 0.0)
+    slow = cpu_device.read_bandwidth_gb_s(seconds=2)
+    cpu = iter(range(1000))
+    monkeypatch.setattr(cpu_device.time, "process_time", lambda: 0.01 * next(cpu))  # and 10 ms of CPU time
+    fast = cpu_device.read_bandwidth_gb_s(seconds=2)
+    assert slow < 1 and fast >= 99 * slow
+
+
 def test_without_a_compiler_the_bandwidth_is_said_to_be_unknown(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(cpu_probes, "library", cpu_probes.library.__wrapped__)

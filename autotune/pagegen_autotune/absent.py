@@ -42,7 +42,7 @@ def predicted(
     only = job.only
     named = None if only is None else lambda cell: only[cell.layout].get(cell.batches, ())
     prediction = Prediction(job.spec, job.device, fit=job.fit, named=named)
-    line = Progress(progress, lambda: until - clock())
+    line = Progress(progress, lambda: until - clock(), things="kernels")
     rows: list[Row] = []
     left_out: list[str] = []
 

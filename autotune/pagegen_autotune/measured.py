@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pagegen.spec import CacheLayout
+from pagegen.spec import CacheLayout, Status
 from pagegen_autotune import known
 from pagegen_autotune.cells import Cell
 from pagegen_autotune.claims import Claims, Heartbeat
@@ -86,18 +86,29 @@ def measured(job: Job, run: Run, *, progress: bool = False, line: Progress | Non
     rows = tuple(r for r in map(row, job.layouts) if r is not None)
     for made in () if interrupted else rows:
         _finish(job, run, made, late=run.budget_s is not None and run.clock() - start > run.budget_s)
+    left_out = [*_failed_defaults(job, ledger, session.left_out), *session.left_out]
     if not rows and not interrupted:
-        raise TuneError(f"no default variant ran on {job.device.target}: {'; '.join(session.left_out)}")
+        raise TuneError(f"no default variant ran on {job.device.target}: {'; '.join(left_out)}")
     return {
         "kind": "measured",
         "rows": rows,
         "trials": {status.value: count for status, count in sorted(ledger.added.items(), key=lambda i: -i[1])},
         "resumed": ledger.resumed,
         "rejected": job.rejected(),
-        "left_out": tuple(session.left_out),
+        "left_out": tuple(left_out),
         "drift": {c.name: drift for c in job.cells if (drift := session.evidence(c).drift(c.loads)) is not None},
         "interrupted": interrupted,
     }
+
+
+def _failed_defaults(job: Job, ledger: Ledger, told: list[str]) -> list[str]:
+    """Why a class has no default with a time on every batch: the first failure of each that is not told already."""
+    failed: dict[str, str] = {}
+    for cell in job.cells:
+        for trial in ledger.trials(cell.layout):
+            if trial.variant == cell.default and trial.status is not Status.OK and trial.workload in dict(cell.loads):
+                failed.setdefault(cell.name, f"{cell.name}: the default variant: {trial.detail}")
+    return [text for name, text in failed.items() if not any(t.startswith(f"{name}: the default") for t in told)]
 
 
 def _finish(job: Job, run: Run, row: Row, *, late: bool) -> None:

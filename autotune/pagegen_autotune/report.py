@@ -59,13 +59,19 @@ class Row:
         return self.step_us / least - 1
 
     @property
+    def compared(self) -> bool:
+        """Whether the default was held against others: measured, or compiled and predicted."""
+        if self.rule.evidence.get("kind") == "measured":
+            return self.regret_at_most is not None
+        return bool(self.rule.evidence.get("compiled"))
+
+    @property
     def confidence(self) -> str:
         """How sure the choice is, class by class."""
         return "; ".join(f"{d.batches}: {d.confidence}" for d in self.decisions)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready fields."""
-        measured = self.rule.evidence.get("kind") == "measured"
         return {
             "block_size": self.layout.block_size,
             "order": self.layout.order,
@@ -74,7 +80,7 @@ class Row:
             "speedup": self.speedup,
             "confidence": self.confidence,
             "variants": self.variants,
-            "regret": None if measured and self.regret_at_most is None else self.regret,
+            "regret": self.regret if self.compared else None,
             "regret_at_most": self.regret_at_most,
             "rule": self.rule.to_dict(),
         }
@@ -162,7 +168,7 @@ def _regret(row: Row) -> str:
     most = row.regret_at_most
     if most is not None:
         return f"{row.regret:.1%}, at most {most:.1%} ({CONFIDENCE:.0%} sure)"
-    return "not known" if row.rule.evidence.get("kind") == "measured" else f"{row.regret:.1%}, predicted"
+    return f"{row.regret:.1%}, predicted" if row.compared else "not known"
 
 
 def count_reasons(rejected: Sequence[Mapping[str, tuple[str, ...]]]) -> dict[str, int]:

@@ -79,6 +79,7 @@ class Session:
                 self._guarded(cell, functools.partial(self._search, until=until, trials=trials))
                 finished(cell)
             self._compare_layouts(sound)
+            self._line.at("the defaults once more")
             for cell in sound:
                 self._guarded(cell, self._again)
                 finished(cell)
@@ -285,6 +286,7 @@ class Session:
             known = [self.evidence(cell).sessions(v, workload, COMPARE) for cell, v in finalists]
             if len({cell.layout for cell, _ in finalists}) >= 2 and not set.intersection(*known):
                 wanted.append((workload, [c for c in finalists if self._trials.checked(c[0], [c[1]])]))
+        self._line.expect(sum(len(contenders) for _, contenders in wanted))
         self._trials.run(self._comparisons(wanted))
 
     def _comparisons(self, wanted: Sequence[tuple[Workload, list[Contender]]]) -> Iterator[Race]:
@@ -293,7 +295,6 @@ class Session:
             if not contenders or not self._fits(contenders[0][0], workload, len(contenders), until, math.inf):
                 self.left_out.append("rounds over all block sizes: their step times are of different minutes")
                 return
-            self._line.expect(len(contenders))
             yield self._trials.race(contenders, workload, COMPARE, ROUNDS, until)
 
     def _finalists(self, cell: Cell) -> list[Contender]:

@@ -37,11 +37,13 @@ def _claims(document: Document) -> Iterator[Claim]:
         what = "bookkeeping's share of the cache's bytes, 1 B model, blocks of 16"
         yield at_most(what, summary["largest_share_of_kv"], 0.01, "{:.2%}")
     rates = {"mooncake_conversation.csv": 0.374, "sharegpt_v3_part_multiturn.csv": 0.602}
+    rows = {row["cell"]["trace"]: row["cell"]["rows"] for row in document["rows"] if row["section"] == "infinite"}
     for trace, found in summary["limits"].items():
         rate = found["with_partial_blocks"]
         known = rates.get(trace) if not document["quick"] else None  # of the whole trace
         yield Claim(
-            what=f"prompt tokens found by an infinite cache, {trace}",
+            what=f"prompt tokens found by an infinite cache of prompts alone, not of answers, {trace}"
+            + (f", {rows[trace]:,} requests" if trace in rows else ""),
             found=f"{rate:.1%}, whole blocks alone {found['allocator']:.1%}",
             asked="" if known is None else f"{known:.1%}",
             met=None if known is None else abs(rate - known) < 0.005,

@@ -47,11 +47,11 @@ def at_most(what: str, value: float, asked: float, form: str = "{:.2f}", more: s
     return Claim(what=what, found=found, asked=f"at most {form.format(asked)}", met=value <= asked)
 
 
-def said(document: Document) -> str:
-    """When and on what a document was measured, as far as it says."""
+def said(document: Document, how: str = "Measured") -> str:
+    """When and on what a document was measured, as far as it says; or how else it came about."""
     environment = document.get("environment", {})
     when = environment.get("date") or document.get("started", "")[:10]
-    parts = [f"Measured {f'on {when}' if when else '(date not recorded)'}"]
+    parts = [f"{how} {f'on {when}' if when else '(date not recorded)'}"]
     device = document.get("device") or environment.get("cpu")
     threads = environment.get("threads", environment.get("cores"))
     if device:

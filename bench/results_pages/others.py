@@ -62,7 +62,7 @@ def tuning(document: Document) -> Section:
     recorded = document.get("recorded_on", {}).get("name", "")
     return Section(
         title="The search", source="tuning-efficiency.json", command="python bench/tuning.py",
-        said=said(document), claims=tuple(claims),
+        said=said(document, "Replayed"), claims=tuple(claims),
         notes=(f"Replayed on exhaustive measurements recorded on {recorded}.",),
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def predicted(document: Document) -> Section:
             ))  # fmt: skip
     return Section(
         title="The cost model against published GPU latencies", source="cost-model.json",
-        command="python bench/cost_model.py", said=said(document), claims=tuple(claims),
+        command="python bench/cost_model.py", said=said(document, "Computed"), claims=tuple(claims),
         notes=(document["data"]["source"] + ".", document["data"]["notes"]),
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def simulated(document: Document) -> Section:
     ]
     return Section(
         title="A server in each block size", source="block-size.json", command="python bench/block_size.py",
-        said=said(document), claims=tuple(_served(served)), notes=tuple(notes),
+        said=said(document, "Simulated"), claims=tuple(_served(served)), notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -76,7 +76,8 @@ def _sharing(rows: list[Row]) -> Iterator[Claim]:
         wrong = [row["cell"]["block_size"] for row in replayed if not row["replayed_equal"]]
         yield Claim(
             what=f"{trace}: shared prompt tokens lost to whole blocks, by block size",
-            found=f"{lost}; {next(iter(found.values()))['common_share']:.1%} of all prompt tokens are shared",
+            found=f"{lost}; {next(iter(found.values()))['common_share']:.1%} of all prompt tokens are shared "
+            "with earlier prompts or, within a conversation, the answers before",
         )
         yield Claim(
             what=f"{trace}: the allocator finds what the formula says",

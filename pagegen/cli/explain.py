@@ -220,7 +220,11 @@ def _text(model: str, document: dict[str, Any]) -> str:
         "",
         *_ladder_lines(document),
         *_path_lines(document["paths"]),
-        output.table(document["quantities"], {"name": "quantity", "value": "value", "expression": "for one sequence"}),
+        output.table(
+            document["quantities"],
+            {"name": "quantity", "value": "value", "expression": "for one sequence"},
+            last_width=90,
+        ),  # fmt: skip
     ]
     if "rejected" in document:
         columns = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -79,10 +80,15 @@ def show(document: Any, as_json: bool, text: Callable[[], str]) -> None:
     click.echo(json.dumps(document, indent=1) if as_json else plain(text()))
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], table_format: str = "simple") -> str:
+def table(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], table_format: str = "simple",
+    *, last_width: int | None = None,
+) -> str:  # fmt: skip
     """Rows as a table; `columns` maps a row's keys to headings, in order. A missing value prints as "-". `table_format`
-    is one of tabulate's."""
+    is one of tabulate's. The last column goes on in further lines beyond `last_width` characters."""
     cells = [[_cell(row.get(key), table_format) for key in columns] for row in rows]
+    if last_width is not None:
+        cells = [[*row, "\n".join(textwrap.wrap(str(last), last_width)) or last] for *row, last in cells]
     return str(tabulate(cells, headers=list(columns.values()), tablefmt=table_format))
 
 

@@ -187,7 +187,7 @@ def test_commands_of_a_block_that_is_not_run_are_understood(block):
         compile(block.code, block.place, "exec")
     for line in commands(block) if block.language == "sh" else ():
         if line.startswith("pagegen "):
-            parse(main, shlex.split(line.split("#")[0])[1:])
+            parse(main, shlex.split(re.split(r" [#|>]", line)[0])[1:])
 
 
 def parse(command: click.Command, arguments: list[str]) -> None:

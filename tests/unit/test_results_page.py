@@ -107,6 +107,12 @@ def test_a_date_that_is_not_there_is_said_not_to_be():
     assert said({"environment": {"date": "2026-12-01", "cpu": "A"}, "quick": True}).startswith("Measured on 2026-12-01")
 
 
+def test_what_was_not_measured_is_not_said_to_be():
+    assert said({"environment": {"date": "2026-12-01", "cpu": "A"}}, "Simulated") == "Simulated on 2026-12-01 on A."
+    _, _, apart = results_page.PAGE.read_text(encoding="utf-8").partition("## Simulated and predicted")
+    assert apart and "Measured on" not in apart and "Measured (" not in apart
+
+
 def test_the_servers_speed_and_what_requests_wait_are_claims_of_their_own():
     server = {"output_tokens_per_s": 12.5, "sequences": 3.0, "hit_share": 0.5}
     requests = {"ttft_p50_s": 1.0, "ttft_p99_s": 2.0, "itl_p50_s": 0.1, "itl_p99_s": 0.2}

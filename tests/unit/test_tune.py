@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 import threading
 
 import pytest
 from pagegen_autotune import Report, tune
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.measure import Verdict
+from pagegen_autotune.progress import Progress
 from pagegen_autotune.tuner import TuneError
 from tuning_fakes import (
     DECODE,
@@ -550,11 +552,45 @@ def test_what_one_block_size_taught_is_tried_first_on_the_next():
     assert (second[0].streams, second[0].tile_kv) == (8, 128)
 
 
-def test_the_line_of_progress_tells_trials_best_roofline_and_time(db, capsys):
+def test_the_line_of_progress_tells_trials_best_roofline_and_time(db, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     run(db, FakeBench(table(s8=0.8), clock=(clock := FakeClock())), progress=True, clock=clock, budget_s=500.0)
     line = capsys.readouterr().err
     assert "trials done" in line and " left" in line and "to go" in line
     assert "best 0.80 of the default's time (" in line and "of the roofline)" in line
+
+
+def test_a_default_whose_times_cannot_be_true_is_named_with_the_reason(db):
+    with pytest.raises(TuneError, match="block size 16 NHD, decode: the default variant: refused: a median of"):
+        run(db, FakeBench(lambda layout, v, w: 1e-6))
+
+
+def test_a_file_gets_a_line_of_progress_every_ten_seconds_and_no_more(capsys):
+    clock = FakeClock()
+    line = Progress(True, lambda: 100.0, clock)
+    line.at("block size 16")
+    line.expect(50)
+    for _ in range(50):
+        clock.now += 1.0
+        line.done(1)
+    line.close()
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "block size 16: 0 trials done, 50 left, 1m40s to go"
+    assert shown[-1] == "block size 16: 50 trials done, 0 left, 0s to go" and len(shown) == 6
+
+
+def test_what_a_part_left_undone_is_not_awaited_in_the_next(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    line = Progress(True, lambda: 100.0, FakeClock())
+    line.at("block size 16")
+    line.expect(40)
+    line.done(10)
+    line.at("comparing block sizes")
+    line.expect(4)
+    line.close()
+    shown = capsys.readouterr().err
+    assert shown.split("\r")[1].startswith("block size 16: 0 trials done, 40 left")  # no empty line before it
+    assert "comparing block sizes: 10 trials done, 4 left" in shown
 
 
 def test_progress_goes_to_standard_error_only(db, capsys):

@@ -60,6 +60,7 @@ def _scale(title: str, document: Document, told: dict[str, str], *, measured: bo
             claims.append(Claim(what=row["what"] + side, found=found))
     notes = () if measured else ("Arithmetic on measured rows, in docs/scale.md with what is assumed.",)
     return Section(
-        title=title, source="scale.json", command="python bench/scale.py --url postgresql://...", said=said(document),
+        title=title, source="scale.json", command="python bench/scale.py --url postgresql://...",
+        said=said(document, "Measured" if measured else "Computed from what was measured"),
         claims=tuple(claims), notes=notes,
     )  # fmt: skip

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# Tests of the compiler, of what is shipped or measured, and of what runs on a CPU: they keep the flags of a user.
+SHIPPED_FLAGS = {
+    "test_artefacts.py", "test_cpp_build.py", "test_cpp_shared_builds.py", "test_cpu_probes.py", "test_doctor.py",
+    "test_no_compiler.py", "test_prepared.py", "test_private.py",
+}  # fmt: skip
 
 pytest_plugins = ["cache_indexes", "compatibility_page", "database_places"]
 
@@ -41,6 +49,25 @@ def nightly(request: pytest.FixtureRequest) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     # Compiled kernels are found by their content, so one folder serves every worker and the next run.
     os.environ.setdefault("PAGEGEN_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Outside tests/kernels what is tested is what operators mean, and no instruction: the compiler then leaves out
+    most of its optimiser, and a kernel takes it 0.4 s of CPU time in place of 1.1. For the processes that a test starts
+    as well, and only where the user has named no compiler."""
+    if "kernels" in request.path.parts or request.path.name in SHIPPED_FLAGS or "CXX" in os.environ:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", f"sh {shlex.quote(str(Path(__file__).with_name('quick_cxx.sh')))}")
+        yield
+    if "pagegen.ops.plans" in sys.modules:  # kernels made so are not for those that follow
+        from pagegen.ops import plans
+
+        plans.plan_for.cache_clear()
+        plans._PREPARED.clear()
+        plans._forget_calls()
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,9 @@ def nightly(request: pytest.FixtureRequest) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "nightly: run with --nightly alone, since other cases go the same way by default"
+    )
     # Compiled kernels are found by their content, so one folder serves every worker and the next run.
     os.environ.setdefault("PAGEGEN_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
 
@@ -56,11 +59,14 @@ def _compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Outside tests/kernels what is tested is what operators mean, and no instruction: the compiler then leaves out
     most of its optimiser, and a kernel takes it 0.4 s of CPU time in place of 1.1. For the processes that a test starts
     as well, and only where the user has named no compiler."""
-    if "kernels" in request.path.parts or request.path.name in SHIPPED_FLAGS or "CXX" in os.environ:
+    quick = Path(__file__).with_name("quick_cxx.sh")
+    # Inductor, in processes that tests start, takes CXX for the name of one file
+    usable = os.access(quick, os.X_OK) and shlex.quote(str(quick)) == str(quick) and "CXX" not in os.environ
+    if not usable or "kernels" in request.path.parts or request.path.name in SHIPPED_FLAGS:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", f"sh {shlex.quote(str(Path(__file__).with_name('quick_cxx.sh')))}")
+        patch.setenv("CXX", str(quick))
         yield
     if "pagegen.ops.plans" in sys.modules:  # kernels made so are not for those that follow
         from pagegen.ops import plans
@@ -84,15 +90,25 @@ def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sqlite, "SYNCHRONOUS", "OFF")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    by_night = pytest.mark.skip(reason="another case goes the same way: --nightly")
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     no_interpreter = pytest.mark.skip(reason="needs TRITON_INTERPRET=1, and a process of its own")
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(no_gpu)
+        if _is_nightly(item) and not config.getoption("--nightly"):
+            item.add_marker(by_night)
         if "interpreter" in item.path.parent.parts and not interpreting:
             item.add_marker(no_interpreter)
+
+
+def _is_nightly(item: pytest.Item) -> bool:
+    """Whether a test is marked so, or one of its parameters has a true `nightly`."""
+    parameters = getattr(item, "callspec", None)
+    of_parameters = parameters is not None and any(getattr(p, "nightly", False) for p in parameters.params.values())
+    return of_parameters or item.get_closest_marker("nightly") is not None
 
 
 def _has_gpu() -> bool:

@@ -19,10 +19,12 @@ SHIPPED_FLAGS = {
 
 pytest_plugins = ["cache_indexes", "compatibility_page", "database_places"]
 
-# A slow example on a busy machine is no finding.
-hypothesis.settings.register_profile(
-    "pagegen", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
-)
+# A slow example on a busy machine is no finding. By night there are twenty times as many.
+for name, examples in (("pagegen", 50), ("pagegen by night", 1000)):
+    hypothesis.settings.register_profile(
+        name, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True,
+        max_examples=examples,
+    )  # fmt: skip
 hypothesis.settings.load_profile("pagegen")
 os.environ["HF_HUB_OFFLINE"] = "1"
 for chosen in ("PAGEGEN_TARGET", "PAGEGEN_CHECK", "PAGEGEN_DB", "PAGEGEN_ARTEFACTS", "PAGEGEN_ARTEFACTS_SHA256"):
@@ -47,6 +49,8 @@ def nightly(request: pytest.FixtureRequest) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--nightly"):
+        hypothesis.settings.load_profile("pagegen by night")
     config.addinivalue_line(
         "markers", "nightly: run with --nightly alone, since other cases go the same way by default"
     )

@@ -342,7 +342,7 @@ GRID = dict(
 ON_GRID = {name: values.to(torch.int32) for name, values in GRID.items()}
 
 
-@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples, deadline=None, derandomize=True)
 @hypothesis.given(conditions())
 def test_no_key_outside_of_the_range_is_ever_let_through_and_the_printed_mask_is_the_mask(text: str) -> None:
     modifier = mask(eval(f"lambda b, h, q, k: {text}", globals()))  # noqa: S307

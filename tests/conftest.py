@@ -73,8 +73,12 @@ def _compiler(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setenv("CXX", str(quick))
         yield
     if "pagegen.ops.plans" in sys.modules:  # kernels made so are not for those that follow
+        from pagegen import targets
         from pagegen.ops import plans
+        from pagegen.targets import cpu
 
+        cpu.forget()
+        targets.load_attention.cache_clear()
         plans.plan_for.cache_clear()
         plans._PREPARED.clear()
         plans._forget_calls()

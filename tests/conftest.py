@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -54,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "nightly: run with --nightly alone, since other cases go the same way by default"
     )
+    config.addinivalue_line("markers", "by_pairs: by default half of a product, in which every two values still meet")
     # Compiled kernels are found by their content, so one folder serves every worker and the next run.
     os.environ.setdefault("PAGEGEN_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
 
@@ -99,24 +102,49 @@ def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    by_night = pytest.mark.skip(reason="another case goes the same way: --nightly")
+    by_night = pytest.mark.skip(reason="other cases go the same way: --nightly")
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     no_interpreter = pytest.mark.skip(reason="needs TRITON_INTERPRET=1, and a process of its own")
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    values: dict[str, list[Any]] = {}
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(no_gpu)
-        if _is_nightly(item) and not config.getoption("--nightly"):
-            item.add_marker(by_night)
+        if _is_nightly(item, values):
+            item.add_marker(pytest.mark.nightly)
+            if not config.getoption("--nightly"):
+                item.add_marker(by_night)
         if "interpreter" in item.path.parent.parts and not interpreting:
             item.add_marker(no_interpreter)
 
 
-def _is_nightly(item: pytest.Item) -> bool:
-    """Whether a test is marked so, or one of its parameters has a true `nightly`."""
+def pytest_collection_finish() -> None:
+    # A million objects of torch, transformers and the tests stay to the end: the collector need not look at them again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
+
+def _is_of_the_other_half(item: pytest.Item, parameters: dict[str, Any], values: dict[str, list[Any]]) -> bool:
+    """Whether the places of a case's parameters among the `values` of its test, which are added to, have an odd sum."""
+    places = 0
+    for name, value in parameters.items():
+        known = values.setdefault(f"{item.nodeid.partition('[')[0]} {name}", [])
+        if value not in known:
+            known.append(value)
+        places += known.index(value)
+    return places % 2 == 1
+
+
+def _is_nightly(item: pytest.Item, values: dict[str, list[Any]]) -> bool:
+    """Whether a test is marked so, one of its parameters has a true `nightly`, or it is of the other half of pairs."""
     parameters = getattr(item, "callspec", None)
-    of_parameters = parameters is not None and any(getattr(p, "nightly", False) for p in parameters.params.values())
-    return of_parameters or item.get_closest_marker("nightly") is not None
+    if parameters is not None:
+        if any(getattr(value, "nightly", False) for value in parameters.params.values()):
+            return True
+        if item.get_closest_marker("by_pairs") is not None and _is_of_the_other_half(item, parameters.params, values):
+            return True
+    return item.get_closest_marker("nightly") is not None
 
 
 def _has_gpu() -> bool:

@@ -13,8 +13,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-# Tests of the compiler, of what is shipped or measured, and of what runs on a CPU: they keep the flags of a user.
+# Tests of the compiler, and of what is shipped or measured: they keep the flags of a user. And those whose processes
+# compile by Inductor, which takes CXX too: torch's headers under other flags took it a minute.
 SHIPPED_FLAGS = {
+    "test_demo.py", "test_examples.py", "test_export.py", "test_pages.py",
     "test_artefacts.py", "test_cpp_build.py", "test_cpp_shared_builds.py", "test_cpu_probes.py", "test_doctor.py",
     "test_no_compiler.py", "test_prepared.py", "test_private.py",
 }  # fmt: skip
@@ -67,7 +69,6 @@ def _compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     most of its optimiser, and a kernel takes it 0.4 s of CPU time in place of 1.1. For the processes that a test starts
     as well, and only where the user has named no compiler."""
     quick = Path(__file__).with_name("quick_cxx.sh")
-    # Inductor, in processes that tests start, takes CXX for the name of one file
     usable = os.access(quick, os.X_OK) and shlex.quote(str(quick)) == str(quick) and "CXX" not in os.environ
     if not usable or "kernels" in request.path.parts or request.path.name in SHIPPED_FLAGS:
         yield

@@ -36,7 +36,7 @@ def test_the_state_machine_catches(mutant, tmp_path, nightly):
 
 
 @pytest.mark.parametrize(("focus", "tensors"), sorted({(mutant.focus, mutant.tensors) for mutant in MUTANTS}))
-def test_the_state_machine_passes_an_unchanged_copy(focus, tensors, tmp_path):
+def test_the_state_machine_passes_an_unchanged_copy(focus, tensors, tmp_path, nightly):
     copy = shutil.copytree(SOURCE, tmp_path / "cache", ignore=shutil.ignore_patterns("__pycache__"))
-    said = verdict(copy, focus=focus, tensors=tensors, examples=20, limit_s=60)
+    said = verdict(copy, focus=focus, tensors=tensors, examples=50 if nightly else 8, limit_s=60)
     assert said.ended == "passed", said.detail

@@ -8,7 +8,7 @@ import functools
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -69,11 +69,13 @@ ARM_BUILDS = {
 }
 
 
-def every(builds: Mapping[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]]) -> Iterator[Any]:
+def every(builds: Mapping[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]]) -> list[Any]:
     """(build, kind of cache), once for each test of a build."""
+    found: list[Any] = []
     for name, (_, _, kinds, by_night) in builds.items():
-        yield from ((name, kind) for kind in kinds)
-        yield from (pytest.param(name, kind, marks=pytest.mark.nightly) for kind in by_night)
+        found += [(name, kind) for kind in kinds]
+        found += [pytest.param(name, kind, marks=pytest.mark.nightly) for kind in by_night]
+    return found
 
 
 needs_arm = pytest.mark.skipif(arm_machine.absent() is not None, reason=str(arm_machine.absent()))

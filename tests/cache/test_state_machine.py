@@ -23,8 +23,8 @@ RARE = (
 @pytest.mark.parametrize(
     ("machine", "index_class", "examples", "least"),
     [
-        (CacheMachine, "compiled", 560, 20_000),
-        (CacheMachine, "python", 140, 5_000),
+        (CacheMachine, "compiled", 480, 20_000),
+        (CacheMachine, "python", 70, 2_500),
         (TensorMachine, "compiled", 60, 2_000),
     ],
     ids=["books", "books with the index in Python", "tensors"],

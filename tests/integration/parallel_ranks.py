@@ -57,7 +57,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
     """One rank: runs all checks and leaves what they said in `folder`."""
     os.environ["PAGEGEN_DB"] = f"{folder}/{rank}.db"
     torch.set_num_threads(1)
-    cpp_build.build = one_at_a_time(cpp_build.build, Path(folder, "compiling"))
+    cpp_build._built = one_at_a_time(cpp_build._built, Path(folder, "compiling"))
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60)
     )
@@ -75,10 +75,10 @@ def run(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def one_at_a_time(build: Callable[..., Path], lock: Path) -> Callable[..., Path]:
+def one_at_a_time(build: Callable[..., Any], lock: Path) -> Callable[..., Any]:
     """`build` for one rank at a time: the others find there what the first one compiled."""
 
-    def alone(*args: Any, **options: Any) -> Path:
+    def alone(*args: Any, **options: Any) -> Any:
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             return build(*args, **options)

@@ -42,7 +42,7 @@ def counted(monkeypatch):
 
 
 @pytest.mark.compat("transformers", "continuous batching")
-@pytest.mark.parametrize("make", [llama, qwen3, gemma3, phi3])
+@pytest.mark.parametrize("make", [llama, pytest.param(qwen3, marks=pytest.mark.nightly), gemma3, phi3])
 def test_continuous_batching_gives_each_prompt_the_tokens_it_gets_alone(make, counted):
     model, prompts = build(make), prompts_of(5, 17, 40)
     expected = alone(model, prompts)

@@ -12,6 +12,8 @@ from engine_environment import PYTHON, VLLM
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+# test_parallel.py and test_continuous_batching.py do what these show: they are run by night.
+TESTED_OTHERWISE = ("tensor_parallel.py", "hf_continuous_batching.py")
 
 
 def python_of(name: str) -> str:
@@ -22,7 +24,9 @@ def python_of(name: str) -> str:
     return str(PYTHON)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly) if n in TESTED_OTHERWISE else n for n in EXAMPLES]
+)
 def test_an_example_runs_and_checks_itself(name):
     python = python_of(name)
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}

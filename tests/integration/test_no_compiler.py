@@ -81,9 +81,10 @@ def session(cxx: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
             "kernel.cpp:31:10: fatal error: omp.h: No such file or directory",
             "31:10: fatal error: omp.h: No such file or directory: c++ 9.9 comes without OpenMP",
         ),
-        (
+        pytest.param(  # tests/unit/test_cpp_build.py has what is said of it
             "c++: error: unrecognized command line option '-std=c++20'",
             "unrecognized command line option '-std=c++20': c++ 9.9 knows no C++20",
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=["missing", "without OpenMP", "too old"],

@@ -29,7 +29,8 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One compiled kernel. `fields` are those of AttentionSpec; heads are `kv_heads` times `group`."""
+    """One compiled kernel. `fields` are those of AttentionSpec; heads are `kv_heads` times `group`. A `nightly` one is
+    a further combination of what other cases have: it is run with --nightly, as the random sweep's are."""
 
     name: str
     group: int
@@ -41,6 +42,7 @@ class Case:
     variant: CppVariant = LONG
     machine: tuple[str, ...] = cpp_build.NATIVE
     fields: dict[str, Any] = field(default_factory=dict, hash=False)
+    nightly: bool = field(default=False, compare=False)
     captures: tuple[Tensor, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +71,9 @@ class Case:
 
 
 def prebuild(cases: Sequence[Case]) -> None:
-    """Compiles whatever is not in the cache yet, two at a time; skips the tests where there is no compiler."""
+    """Compiles whatever is not in the cache yet, two at a time, but for nightly cases; skips the tests where there is
+    no compiler."""
+    cases = [case for case in cases if not case.nightly]
     if cpu.compiler() is None:
         pytest.skip(cpu.unsupported(cases[0].spec) or "no compiler")
     with ThreadPoolExecutor(2) as pool:

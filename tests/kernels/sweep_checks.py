@@ -4,6 +4,7 @@ that no query can attend, and the same bits from the template as it stands."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import inspect
 import subprocess
@@ -177,6 +178,7 @@ extern "C" int64_t template_attention(const pagegen_attention_args* args) {{
     return cpu.CpuAttention(found, spec, kernel.layout)  # type: ignore[arg-type]  # a library by its function
 
 
+@functools.lru_cache(maxsize=4)  # the cases of a kernel follow each other
 def _compiled(text: str, machine: tuple[str, ...]) -> ctypes.CDLL:
     """The library of a C++ file that includes the templates; its files are gone once it is loaded."""
     with tempfile.TemporaryDirectory(prefix="pagegen-sweep-") as folder:

@@ -51,7 +51,7 @@ CASES = [
     Case("group-16", 16, 96, 24, "HND"),
     Case("wide-head", 4, 256, 256, variant=SHORT),
     Case("odd-head", 1, 100, 24, "packed"),
-    Case("latent-shape", 16, 576, 64, kv_heads=1, fields={"v_head_dim": 512}),
+    Case("latent-shape", 16, 576, 64, kv_heads=1, fields={"v_head_dim": 512}, nightly=True),
     Case("group-48", 48, 64, 16, kv_heads=1),
     Case("group-71", 71, 64, 8, kv_heads=1),
     Case("group-128", 128, 32, 16, kv_heads=1),
@@ -66,16 +66,17 @@ CASES = [
     Case("widest-head", 1, 1536, 16, dtype="float32", kv_heads=1),  # too wide for 64 rows in half of an L2
     # dtypes
     Case("fp16", 4, 128, 16, "HND", "float16"),
-    Case("fp16-group-8", 8, 80, 8, dtype="float16", variant=SHORT),
+    Case("fp16-group-8", 8, 80, 8, dtype="float16", variant=SHORT, nightly=True),
     Case("fp32", 3, 64, 16, dtype="float32"),
     Case("fp32-block-1", 7, 100, 1, "pool", "float32", variant=SHORT),
     Case("fp32-group-16", 16, 128, 24, "HND", "float32"),
     Case("bf16-over-fp32", 4, 64, 16, fields={"kv_dtype": "float32"}),
     Case("fp32-over-bf16", 4, 96, 16, dtype="float32", fields={"kv_dtype": "bfloat16"}),
-    Case("fp16-over-bf16", 2, 64, 32, dtype="float16", fields={"kv_dtype": "bfloat16"}),
+    Case("fp16-over-bf16", 2, 64, 32, dtype="float16", fields={"kv_dtype": "bfloat16"}, nightly=True),
     # the corners of the search space
     Case("all-streams", 4, 64, 8, variant=CppVariant(tile_kv=16, streams=16, prefetch_ahead=8, split_tokens=16)),
-    Case("big-tile", 4, 64, 16, "HND", variant=CppVariant(tile_kv=256, streams=1, prefetch_ahead=0, split_tokens=256)),
+    Case("big-tile", 4, 64, 16, "HND", nightly=True,
+         variant=CppVariant(tile_kv=256, streams=1, prefetch_ahead=0, split_tokens=256)),
     # features
     Case("window-1", 4, 64, 16, dtype="float32", fields={"window": 1}),
     Case("window-100", 3, 64, 24, variant=SHORT, fields={"window": 100}),
@@ -88,7 +89,7 @@ CASES = [
     Case("other-scale", 4, 64, 16, fields={"scale": 0.3}),
     *portable_cases("avx2", HASWELL),
     *portable_cases("portable", PORTABLE),
-]
+]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -36,6 +36,7 @@ def slots_of(kind: str, count: int) -> torch.Tensor:
     return slots
 
 
+@pytest.mark.by_pairs
 @pytest.mark.parametrize("kind", ["in order", "strewn", "gaps"])
 @pytest.mark.parametrize("order", ["NHD", "HND", "pool", "packed"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
@@ -55,6 +56,7 @@ def test_runs_of_tokens_are_copied_whole_to_where_each_token_belongs(
         assert same(made[1], wanted[1])
 
 
+@pytest.mark.by_pairs
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("stored", STORED, ids=name_of)
@@ -118,6 +120,7 @@ def test_subnormals_of_a_narrow_type_do_not_depend_on_what_the_cpu_does_with_its
     assert same(*made)
 
 
+@pytest.mark.by_pairs
 @pytest.mark.parametrize("order", ["NHD", "HND", "pool", "packed"])
 @pytest.mark.parametrize("stored", STORED, ids=name_of)
 def test_many_blocks_are_copied_whole_or_in_pieces_as_their_layout_allows(

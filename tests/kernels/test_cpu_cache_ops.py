@@ -168,6 +168,7 @@ def turned(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: tor
     return y
 
 
+@pytest.mark.by_pairs
 @pytest.mark.parametrize("half", [1, 5, 10], ids=lambda half: f"{2 * half} of 20 columns")
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)

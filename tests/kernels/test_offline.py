@@ -25,6 +25,11 @@ BLOCKS = CacheLayout(block_size=16)
 LARGE_BLOCKS = CacheLayout(block_size=64)
 
 
+def night(*values: Any) -> Any:
+    """Parameters of a test that is left to --nightly."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def facts_of(
     spec: AttentionSpec, target: str, *, decode: bool, layout: CacheLayout = BLOCKS, **changes: Any
 ) -> offline.ResourceFacts:
@@ -39,8 +44,13 @@ def loop_of(facts: offline.ResourceFacts) -> MainLoop:
     return facts.loop
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
-@pytest.mark.parametrize("decode", [True, False], ids=["decode", "ragged"])
+@pytest.mark.parametrize(
+    ("target", "decode"),
+    [
+        *((target, decode) for target in ("sm_80", "sm_90", "sm_100", "gfx942") for decode in (True, False)),
+        ("sm_120", True), ("gfx950", False), night("sm_120", False), night("gfx950", True),
+    ],
+)  # fmt: skip
 def test_default_variants_spill_nothing_and_use_matrix_instructions(target: str, decode: bool) -> None:
     facts = facts_of(LLAMA, target, decode=decode)
     assert facts.spills == 0
@@ -49,8 +59,14 @@ def test_default_variants_spill_nothing_and_use_matrix_instructions(target: str,
         assert facts.programs_per_unit >= 2
 
 
-@pytest.mark.parametrize("layout", [BLOCKS, LARGE_BLOCKS], ids=["block-16", "block-64"])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        ("sm_80", BLOCKS), ("sm_90", BLOCKS), ("gfx942", BLOCKS), ("sm_90", LARGE_BLOCKS),
+        night("sm_80", LARGE_BLOCKS), night("gfx942", LARGE_BLOCKS),
+    ],
+    ids=lambda value: f"block-{value.block_size}" if isinstance(value, CacheLayout) else value,
+)  # fmt: skip
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "ragged"])
 def test_the_main_loop_loads_16_bytes_at_once_and_neither_spills_nor_divides(
     target: str, layout: CacheLayout, decode: bool
@@ -74,7 +90,7 @@ def test_the_main_loop_loads_16_bytes_at_once_and_neither_spills_nor_divides(
         assert facts.programs_per_unit >= 2
 
 
-@pytest.mark.parametrize("layout", [BLOCKS, LARGE_BLOCKS], ids=["block-16", "block-64"])
+@pytest.mark.parametrize("layout", [BLOCKS, night(LARGE_BLOCKS)], ids=["block-16", "block-64"])
 def test_each_stage_holds_more_of_the_tiles_to_come(layout: CacheLayout) -> None:
     shared = [facts_of(LLAMA, "sm_90", decode=True, layout=layout, num_stages=n).shared_bytes for n in (2, 3, 4)]
     tiles = 2 * 64 * 128 * 2  # K and V, bf16
@@ -100,8 +116,9 @@ def test_other_schedules_and_reductions_have_the_same_loop(name: str, target: st
     assert (loop.local_memory, loop.integer_divisions) == (0, 0)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("decode", [True, False], ids=["decode", "ragged"])
+@pytest.mark.parametrize(
+    ("target", "decode"), [("sm_90", True), ("sm_100", False), night("sm_90", False), night("sm_100", True)]
+)
 def test_descriptors_copy_a_tile_of_keys_and_one_of_values_at_once(target: str, decode: bool) -> None:
     facts = facts_of(LLAMA, target, decode=decode, layout=LARGE_BLOCKS, loads="descriptor", page_walk="tile_in_page")
     loop = loop_of(facts)

@@ -24,8 +24,19 @@ def llama(stored: torch.dtype, target: Target, **changes: Any) -> WriteForm:
     return WriteForm(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, INT4], ids=name_of)
-@pytest.mark.parametrize("name", ["sm_80", "gfx942"])  # docs/coverage.md has the others
+@pytest.mark.parametrize(  # docs/coverage.md has the others
+    ("name", "stored"),
+    [
+        ("sm_80", torch.float8_e4m3fn), ("sm_80", INT4), ("gfx942", torch.bfloat16), ("gfx942", torch.int8),
+        *(
+            pytest.param(name, stored, marks=pytest.mark.nightly)
+            for name, stored in (
+                ("sm_80", torch.bfloat16), ("sm_80", torch.int8), ("gfx942", torch.float8_e4m3fn), ("gfx942", INT4),
+            )
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)  # fmt: skip
 def test_rotating_writers_of_every_type_compile_without_spills(name: str, stored: torch.dtype) -> None:
     target = Target.parse(name)
     facts = compile_writer(llama(stored, target, num_q_heads=32, rotary_half=64), target, source_dtype=torch.bfloat16)

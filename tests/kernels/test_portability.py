@@ -8,10 +8,11 @@ import functools
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import arm_machine
 import cache_cases
@@ -44,28 +45,38 @@ RAGGED = [(70, 70), (0, 0), (33, 1), (200, 17), (129, 33)]
 NO_BF16 = (*cpp_build.NATIVE, "-mno-avx512bf16")
 NO_VBMI = (*NO_BF16, "-mno-avx512vbmi", "-mno-avx512vnni")
 AVX2 = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c")
-# (compiler, flags, kinds of cache). g++ with the machine's own flags, AVX2 and plain x86-64 meets the others in
+# (compiler, flags, kinds of cache, those that are left to --nightly).
+# g++ with the machine's own flags, AVX2 and plain x86-64 meets the others in
 # test_cpu_attention.py and test_cpu_quantised.py.
 BUILDS = {
-    "g++ AVX-512 without bf16": ("c++", NO_BF16, ("bf16", "fp16", "e4m3", "int4")),
-    "g++ AVX-512 without bf16 and VBMI": ("c++", NO_VBMI, ("bf16-panel", "e5m2", "int8")),
-    "g++ AVX2": ("c++", AVX2, ("int4",)),
-    "g++ plain": ("c++", PORTABLE, ("fp16", "int8")),
-    "clang++ native": ("clang++", cpp_build.NATIVE, ("bf16", "int4")),
-    "clang++ AVX-512 without bf16": ("clang++", NO_BF16, ("int8",)),
-    "clang++ AVX2": ("clang++", AVX2, ("bf16", "fp16", "e5m2")),
-    "clang++ plain": ("clang++", PORTABLE, ("fp32", "e4m3", "int4")),
+    "g++ AVX-512 without bf16": ("c++", NO_BF16, ("bf16", "int4"), ("fp16", "e4m3")),
+    "g++ AVX-512 without bf16 and VBMI": ("c++", NO_VBMI, ("bf16-panel", "int8"), ("e5m2",)),
+    "g++ AVX2": ("c++", AVX2, ("int4",), ()),
+    "g++ plain": ("c++", PORTABLE, ("fp16", "int8"), ()),
+    "clang++ native": ("clang++", cpp_build.NATIVE, ("bf16", "int4"), ()),
+    "clang++ AVX-512 without bf16": ("clang++", NO_BF16, ("int8",), ()),
+    "clang++ AVX2": ("clang++", AVX2, ("bf16", "e5m2"), ("fp16",)),
+    "clang++ plain": ("clang++", PORTABLE, ("fp32", "e4m3"), ("int4",)),
 }
-# (flags, model of CPU, kinds of cache). A Cortex-A72 has neither bf16 products nor SVE; with SVE allowed the compiler
+# (flags, model of CPU, kinds of cache, those that are left to --nightly).
+# A Cortex-A72 has neither bf16 products nor SVE; with SVE allowed the compiler
 # may use it beside the NEON code.
 NEON, BFDOT, SVE = ("-march=armv8-a",), ("-march=armv8.2-a+bf16",), ("-march=armv8.6-a+sve",)
 ARM_BUILDS = {
-    "NEON": (NEON, "cortex-a72", ("bf16", "fp16", "fp32", "e4m3", "e5m2", "int8", "int4")),
-    "bf16 products": (BFDOT, "max", ("bf16", "bf16-panel", "int4")),
-    "SVE": (SVE, "max", ("bf16",)),
+    "NEON": (NEON, "cortex-a72", ("bf16", "fp16", "fp32", "e4m3", "e5m2", "int8", "int4"), ()),
+    "bf16 products": (BFDOT, "max", ("bf16", "bf16-panel"), ("int4",)),
+    "SVE": (SVE, "max", ("bf16",), ()),
 }
-EVERY_BUILD = [(name, kind) for name, (_, _, kinds) in BUILDS.items() for kind in kinds]
-EVERY_ARM_BUILD = [(name, kind) for name, (_, _, kinds) in ARM_BUILDS.items() for kind in kinds]
+
+
+def every(builds: Mapping[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]]) -> list[Any]:
+    """(build, kind of cache), once for each test of a build."""
+    found: list[Any] = []
+    for name, (_, _, kinds, by_night) in builds.items():
+        found += [(name, kind) for kind in kinds]
+        found += [pytest.param(name, kind, marks=pytest.mark.nightly) for kind in by_night]
+    return found
+
 
 needs_arm = pytest.mark.skipif(arm_machine.absent() is not None, reason=str(arm_machine.absent()))
 needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are x86's")
@@ -99,11 +110,11 @@ def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def built() -> None:
     """Compiles what the tests below load, two at a time."""
     wanted: dict[str, list[Case]] = {}
-    for cxx, machine, kinds in BUILDS.values():
+    for cxx, machine, kinds, _ in BUILDS.values():
         if platform.machine() == "x86_64" and not compiler_fault(cxx) and not lacks(machine):
             wanted.setdefault(cxx, []).extend(replace(KINDS[kind], machine=machine) for kind in kinds)
     if arm_machine.absent() is None:
-        for machine, _, kinds in ARM_BUILDS.values():
+        for machine, _, kinds, _ in ARM_BUILDS.values():
             wanted.setdefault(arm_machine.CXX, []).extend(replace(KINDS[kind], machine=machine) for kind in kinds)
     for cxx, cases in wanted.items():
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
@@ -124,11 +135,11 @@ def check_decode_and_prefill(case: Case, kernel: AttentionKernel) -> None:
 
 
 @needs_x86
-@pytest.mark.parametrize(("build", "kind"), EVERY_BUILD)
+@pytest.mark.parametrize(("build", "kind"), every(BUILDS))
 def test_every_compiler_and_instruction_set_gives_the_reference_result(
     build: str, kind: str, compiled_by: Callable[[str], None]
 ) -> None:
-    cxx, machine, _ = BUILDS[build]
+    cxx, machine, *_ = BUILDS[build]
     fault = compiler_fault(cxx) or lacks(machine)
     if fault:
         pytest.skip(fault)
@@ -158,12 +169,12 @@ def test_subnormals_of_float16_survive_a_cpu_that_flushes_those_of_float32(compi
 
 
 @needs_arm
-@pytest.mark.parametrize(("build", "kind"), EVERY_ARM_BUILD)
+@pytest.mark.parametrize(("build", "kind"), every(ARM_BUILDS))
 def test_an_arm_cpu_gives_the_reference_result(
     build: str, kind: str, compiled_by: Callable[[str], None], folder: Path
 ) -> None:
     compiled_by(arm_machine.CXX)
-    machine, model, _ = ARM_BUILDS[build]
+    machine, model, *_ = ARM_BUILDS[build]
     case = replace(KINDS[kind], machine=machine)
     library = cpp_build.build(source(case), case.name, machine=machine)
     check_decode_and_prefill(case, ArmAttention(ArmLibrary(library, model, folder), case.spec, case.layout))

@@ -95,7 +95,7 @@ def test_the_sdist_holds_the_tests_and_the_means_to_run_them(built):
     assert {"Makefile", "constraints.txt", "README.md", "docs/design.md", "tests/conftest.py"} <= names
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist"])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("sdist", marks=pytest.mark.nightly)])
 def installed(request, built, tmp_path_factory) -> Path:
     """A Python in a fresh environment with the archive installed. What pagegen needs comes from this environment,
     through a path file: appended, so that the fresh environment's own pagegen comes first."""

@@ -62,13 +62,13 @@ def test_a_stop_ends_workers_that_hang_at_once():
         return True
 
     begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), compilers(limit_s=600.0) as pool:
+    with pytest.raises(KeyboardInterrupt), compilers(limit_s=600.0, workers=1) as pool:
         list(pool.run([task(HANGS), task(HANGS, splits=2), task(HANGS, splits=4)], stop))
     assert time.monotonic() - begun < 20.0
 
 
 def test_workers_that_do_not_start_are_an_error_and_no_endless_loop():
-    with compilers(make=NeverStarts) as pool, pytest.raises(WorkerLost, match="exit status 7"):
+    with compilers(make=NeverStarts, workers=1) as pool, pytest.raises(WorkerLost, match="exit status 7"):
         list(pool.run([task(FINE)], always))
 
 

@@ -42,7 +42,7 @@ def counted(spec: AttentionSpec, workload: Workload) -> tuple[int, int]:
 sequences = st.integers(0, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(
     lengths=st.lists(sequences, min_size=1, max_size=4),
     window=st.one_of(st.none(), st.integers(1, 60)),

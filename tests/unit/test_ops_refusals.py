@@ -104,7 +104,7 @@ def places(tensor: Tensor) -> set[int]:
     return {tensor.storage_offset() + sum(map(int.__mul__, step, tensor.stride())) for step in steps}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(st.data())
 def test_sharing_is_what_counting_the_elements_says(data: st.DataObject) -> None:
     sizes = [data.draw(st.integers(1, 4)) for _ in range(3)]

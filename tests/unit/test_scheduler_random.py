@@ -49,7 +49,7 @@ def servers(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(traffic(), servers(), st.data())
 def test_every_request_ends_with_the_right_tokens_and_every_block_is_free_in_the_end(requests, scheduler, data):
     cache, model = scheduler.cache, FakeModel(scheduler.cache)
@@ -96,7 +96,7 @@ def test_every_request_ends_with_the_right_tokens_and_every_block_is_free_in_the
     assert scheduler.counters.output_tokens == sum(map(len, heard.values()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 14), st.integers(0, 2)), min_size=1, max_size=10),
     st.sampled_from(["recompute", "swap"]),

@@ -187,7 +187,7 @@ LOADS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(LOADS, LOADS)
 def test_distance_is_symmetric_and_zero_for_the_same_batch_only(a, b):
     assert grades.workload_distance(a, b) == grades.workload_distance(b, a) >= 0

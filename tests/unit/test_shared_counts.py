@@ -47,7 +47,7 @@ class Both:
         return real
 
 
-@settings(max_examples=400)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(2, 40), st.integers(0, 2))
 def test_random_traffic_gets_the_answers_of_the_real_bookkeeping(seed, block_size, num_blocks, watermark):
     rng = random.Random(seed)

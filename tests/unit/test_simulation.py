@@ -115,7 +115,7 @@ def naive(requests, server):
         running = [r for r in running if generated[r] < max(outputs[r], 1)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(cases())
 @example((trace([(31, 30), (31, 30)]), Server(max_num_seqs=2, kv_tokens=96, **EXACT)))
 def test_steps_are_those_of_a_simulator_that_takes_them_one_by_one(case):
@@ -124,7 +124,7 @@ def test_steps_are_those_of_a_simulator_that_takes_them_one_by_one(case):
     assert [(w.context_lens, w.query_lens) for w in one_by_one(steps)] == naive(requests, server)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(cases())
 def test_every_request_ends_with_all_its_tokens_or_is_rejected(case):
     requests, server = case
@@ -148,7 +148,7 @@ def test_every_request_ends_with_all_its_tokens_or_is_rejected(case):
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(cases())
 def test_no_step_exceeds_memory_token_budget_or_slots(case):
     requests, server = case
@@ -256,7 +256,7 @@ def sharing_cases(draw):
     return shared_trace, server, size
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(sharing_cases())
 def test_prompts_that_share_take_the_steps_that_the_real_bookkeeping_gives_them(case):
     requests, server, size = case

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -174,13 +176,13 @@ def test_the_same_inputs_give_the_same_bytes_under_another_hash_seed() -> None:
         "print(triton.render_attention(spec, CacheLayout(block_size=16), TritonVariant(programs=4),"
         " triton.Form(decode=True)))"
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert len(outputs) == 1
+    there = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True, check=True,
+        text=True,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()) as here:  # whose seed is a random one or 0
+        exec(script, {})
+    assert there.stdout == here.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from batches import compare
-from triton_cases import DECODE, INTERPRETER, RAGGED, Case, coarser, tiles
+from triton_cases import DECODE, INTERPRETER, RAGGED, Case, coarser, on_both_batches, tiles
 
 from pagegen import paths
 from pagegen.codegen import triton as codegen
@@ -56,8 +56,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("sequences", [DECODE, RAGGED], ids=["decode", "ragged"])
+@pytest.mark.parametrize(("sequences", "case"), on_both_batches(CASES, "test_triton_attention"))
 def test_a_kernel_equals_the_reference_whatever_unused_memory_holds(
     case: Case, sequences: list[tuple[int, int]]
 ) -> None:

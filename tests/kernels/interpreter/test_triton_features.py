@@ -9,7 +9,7 @@ import pytest
 import torch
 from batches import compare
 from test_cpu_addresses import moved_far
-from triton_cases import DECODE, RAGGED, Case, coarser, tiles
+from triton_cases import DECODE, RAGGED, Case, coarser, on_both_batches, tiles
 
 from pagegen import modifiers
 from pagegen.codegen import triton as codegen
@@ -76,8 +76,7 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("sequences", [DECODE, RAGGED], ids=["decode", "ragged"])
+@pytest.mark.parametrize(("sequences", "case"), on_both_batches(CASES, "test_triton_features"))
 def test_a_kernel_equals_the_reference_whatever_unused_memory_holds(
     case: Case, sequences: list[tuple[int, int]]
 ) -> None:

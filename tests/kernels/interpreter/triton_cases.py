@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import features
+import pytest
 import torch
 from batches import ORDERS, Batch, make_batch
 
@@ -14,6 +17,8 @@ from pagegen.targets import load_attention
 from pagegen.targets.call import AttentionCall
 
 INTERPRETER = Target("interpreter")
+# A case that docs/coverage.md names runs on both; the others take turns, but for --nightly: each has other code for
+# decode, and shares it with others of its kind.
 DECODE = [(0, 1), (1, 1), (37, 1), (150, 1)]
 RAGGED = [(10, 10), (0, 0), (33, 1), (80, 5), (3, 3), (3, 5)]
 
@@ -50,6 +55,18 @@ class Case:
         call = batch.call()
         load_attention(self.spec, self.layout, self.variant, INTERPRETER)(call)
         return call
+
+
+def on_both_batches(cases: Sequence[Case], file: str) -> list[Any]:
+    """(sequences, case) for a test of `file`."""
+    named = {test for row in features.FEATURES for test in row.interpreter if f"/{file}.py::" in test}
+    found = []
+    for kind, sequences in (("decode", DECODE), ("ragged", RAGGED)):
+        for number, case in enumerate(cases):
+            left_out = number % 2 == (kind == "decode") and not any(t.endswith(f"[ragged-{case.name}]") for t in named)
+            marks = [pytest.mark.nightly] if left_out else []
+            found.append(pytest.param(sequences, case, id=f"{kind}-{case.name}", marks=marks))
+    return found
 
 
 def tiles(walk: str, kv: int = 64, rows: int = 16, splits: int = 1, **fields: Any) -> TritonVariant:

@@ -1,0 +1,3 @@
+#!/bin/sh
+# c++ almost without its optimiser: see _compiler in conftest.py.
+exec c++ "$@" -Og

@@ -13,7 +13,7 @@ from pagegen_autotune.cells import Cell
 from pagegen_autotune.compiling import Compilers
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.isolated import WorkerLost
-from pagegen_autotune.job import Job
+from pagegen_autotune.job import Job, kept
 from pagegen_autotune.offline import Prediction
 from pagegen_autotune.progress import Progress
 from pagegen_autotune.report import Row
@@ -41,7 +41,7 @@ def predicted(
     until = clock() + (USUAL_BUDGET_S if budget_s is None else budget_s)
     only = job.only
     named = None if only is None else lambda cell: only[cell.layout].get(cell.batches, ())
-    prediction = Prediction(job.spec, job.device, fit=job.fit, named=named)
+    prediction = Prediction(job.spec, job.device, fit=job.fit, named=named, objective=job.objective)
     line = Progress(progress, lambda: until - clock(), things="kernels")
     rows: list[Row] = []
     left_out: list[str] = []
@@ -113,7 +113,7 @@ def _saved(job: Job, prediction: Prediction, row: Row) -> list[str]:
     )
     if stored is not None and stored.evidence.get("kind") == "measured":
         told = [f"block size {layout.block_size} {layout.order}: the measured rule in the database stays"]
-    else:
-        job.save(row)
+    elif not job.save(row):
+        told = [kept(row)]
     job.save_known(row, (facts for (where, *_), facts in prediction.facts.items() if where == layout))
     return told

@@ -7,7 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from pagegen import costs, targets
-from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Target, Variant, Workload
+from pagegen.spec import (
+    AttentionSpec,
+    CacheLayout,
+    CompileFacts,
+    Device,
+    DispatchRule,
+    Profile,
+    Target,
+    Variant,
+    Workload,
+)
 from pagegen.spec.result import INTERIM
 from pagegen_autotune import fitting, known, tree
 from pagegen_autotune.cells import Cell
@@ -113,18 +123,26 @@ class Job:
         rule.evidence.update(rule=tree.text(rule), cells_checked=looked_at)
         return Row(layout=layout, rule=rule, decisions=tuple(decisions))
 
-    def save(self, row: Row, *, interim: bool = False) -> None:
+    def save(self, row: Row, *, interim: bool = False) -> bool:
         """Stores a row's rule. An `interim` one, for the case that the run is cut short, says so, and is not stored
-        where it is what an earlier run ended with."""
+        where it is what an earlier run ended with. False, and nothing is stored, where the run compared nothing and an
+        earlier one did: the newest rule serves, and must not be one that only says that time ran out."""
         rule = row.rule
+        stored = self.store.portfolio(
+            self.spec, row.layout, self.device.target, self.code_hash, device=self.device
+        )  # fmt: skip
+        compared = any(d.compared for d in row.decisions)
+        if stored is not None and not compared and _compared(stored, str(rule.evidence["kind"])):
+            return False
         if interim:
-            if self.store.portfolio(self.spec, row.layout, self.device.target, self.code_hash) == rule:
-                return
+            if stored == rule:
+                return True
             rule = replace(rule, evidence={**rule.evidence, INTERIM: True})
         self.store.save_portfolio(
             spec=self.spec, layout=row.layout, device=self.device, profile=self.profile, rule=rule,
             code_hash=self.code_hash,
         )  # fmt: skip
+        return True
 
     def save_known(self, row: Row, facts: Iterable[CompileFacts | None]) -> None:
         """Stores what is known without a run: what a compiler told, and what the cost model expects of the variants
@@ -153,6 +171,19 @@ class Job:
 
     def rejected(self, *others: dict[str, tuple[str, ...]]) -> dict[str, int]:
         return count_reasons([*(cell.space.rejected for cell in self.cells), *others])
+
+
+def kept(row: Row) -> str:
+    """What is said of a row that was not stored."""
+    where = f"block size {row.layout.block_size} {row.layout.order}"
+    return f"{where}: nothing was compared, the rule in the database stays"
+
+
+def _compared(rule: DispatchRule, kind: str) -> bool:
+    """Whether a stored rule rests on a comparison with the default of some kind, measured or predicted."""
+    figures = [rule.evidence.get(batches) for batches in known.FORMS]
+    found = any(isinstance(told, dict) and told.get("compared", 0) > 0 for told in figures)
+    return found and rule.evidence.get("kind") == kind
 
 
 def named(row: Row) -> list[tuple[str, Variant]]:

@@ -96,8 +96,12 @@ def classify(error: Exception) -> tuple[Status, str]:
         return Status.COMPILE_ERROR, detail
     if isinstance(error, TimeoutError):
         return Status.TIMEOUT, detail
-    # by name: Triton's OutOfResources must not make the CPU path import triton
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or type(error).__name__ == "OutOfResources":
+    # by name: Triton's OutOfResources must not make the CPU path import triton; torch's CPU allocator has no type
+    if (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        or type(error).__name__ == "OutOfResources"
+        or "DefaultCPUAllocator" in detail
+    ):
         return Status.RESOURCE_LIMIT, detail
     return Status.RUNTIME_ERROR, detail
 

@@ -15,7 +15,7 @@ from pagegen_autotune.claims import Claims, Heartbeat
 from pagegen_autotune.evidence import Evidence
 from pagegen_autotune.executor import Executor
 from pagegen_autotune.interrupt import StopSignal
-from pagegen_autotune.job import Job, named
+from pagegen_autotune.job import Job, kept, named
 from pagegen_autotune.ledger import Ledger
 from pagegen_autotune.patience import Asking, at_once
 from pagegen_autotune.portfolio import Decision, decide
@@ -84,9 +84,11 @@ def measured(job: Job, run: Run, *, progress: bool = False, line: Progress | Non
     if not interrupted:
         run.asking(job.refit)
     rows = tuple(r for r in map(row, job.layouts) if r is not None)
+    left_out = list(session.left_out)
     for made in () if interrupted else rows:
-        _finish(job, run, made, late=run.budget_s is not None and run.clock() - start > run.budget_s)
-    left_out = [*_failed_defaults(job, ledger, session.left_out), *session.left_out]
+        late = run.budget_s is not None and run.clock() - start > run.budget_s
+        left_out += [] if _finish(job, run, made, late=late) else [kept(made)]
+    left_out = [*_failed_defaults(job, ledger, session.left_out), *left_out]
     if not rows and not interrupted:
         raise TuneError(f"no default variant ran on {job.device.target}: {'; '.join(left_out)}")
     return {
@@ -111,13 +113,14 @@ def _failed_defaults(job: Job, ledger: Ledger, told: list[str]) -> list[str]:
     return [text for name, text in failed.items() if not any(t.startswith(f"{name}: the default") for t in told)]
 
 
-def _finish(job: Job, run: Run, row: Row, *, late: bool) -> None:
+def _finish(job: Job, run: Run, row: Row, *, late: bool) -> bool:
     """Stores a row with the cost model's coefficients, where there are trials enough, and what is known of its
-    variants beside."""
-    run.asking(lambda: job.save(row))
+    variants beside. False where an earlier row stays: see `Job.save`."""
+    stored = run.asking(lambda: job.save(row))
     # a GPU kernel is compiled once more to look at it, about a second each
     kernels = [] if late and job.device.target.is_gpu else named(row)
     told = [
         run.executor.facts(row.layout, v, decode=decode) for batches, v in kernels for decode in known.FORMS[batches]
     ]
     run.asking(lambda: job.save_known(row, told))
+    return stored

@@ -17,7 +17,7 @@ from pagegen_autotune import tree
 from pagegen_autotune.cells import Cell
 from pagegen_autotune.compiling import Compiled, Compilers, Task
 from pagegen_autotune.known import FORMS, facts_of
-from pagegen_autotune.objective import OBJECTIVES, Loads
+from pagegen_autotune.objective import OBJECTIVES, Loads, Objective, mean
 from pagegen_autotune.partition import REGRET_BOUND
 from pagegen_autotune.portfolio import Decision
 from pagegen_autotune.shortlist import plain, shape, spread
@@ -43,14 +43,15 @@ class Rejected:
 
 @dataclass
 class Prediction:
-    """Predicts and compiles for one spec and device. `named`, where given, are the only variants to consider in place
-    of the space. `rejected` holds the variants that did not compile or whose code breaks a rule, by layout and name;
-    `facts` what the compiler told of all that it took, by layout, variant and form."""
+    """Predicts and compiles for one spec and device, and chooses by `objective`. `named`, where given, are the only
+    variants to consider in place of the space. `rejected` holds the variants that did not compile or whose code breaks
+    a rule, by layout and name; `facts` what the compiler told of all that it took, by layout, variant and form."""
 
     spec: AttentionSpec
     device: Device
     fit: costs.Fit | None = None
     named: Callable[[Cell], Sequence[Variant]] | None = None
+    objective: Objective = mean
     rejected: dict[tuple[CacheLayout, str], Rejected] = field(default_factory=dict)
     facts: dict[tuple[CacheLayout, Variant, bool], CompileFacts] = field(default_factory=dict)
     _shortlists: dict[Cell, list[Variant]] = field(default_factory=dict)
@@ -174,7 +175,7 @@ class Prediction:
             chosen_us=objectives["mean"][1],
             weight=math.fsum(share for _, share in cell.loads),
             confidence=self._words(cell, chosen, served, sound),
-            compared=len(others),
+            compared=sum(any(self.seen(cell.layout, v, decode) for decode in FORMS[cell.batches]) for v in others),
             regret=self._regret(cell, served, sound),
             tree=plan,
             by_workload={w: (before[w], after[w]) for w in before},
@@ -212,11 +213,15 @@ class Prediction:
     def _regret(self, cell: Cell, served: Mapping[Workload, Variant], sound: Sequence[Variant]) -> float:
         """The excess over the predicted best variant of every batch."""
         known = [cell.default, *sound]
-        ideal = math.fsum(share * min(self.us(cell, v, w) for v in known) for w, share in cell.loads)
-        return math.fsum(share * self.us(cell, served[w], w) for w, share in cell.loads) / ideal - 1
+        ideal = {w: min(self.us(cell, v, w) for v in known) for w, _ in cell.loads}
+        ours = {w: self.us(cell, served[w], w) for w, _ in cell.loads}
+        return self.objective(ours, cell.loads) / self.objective(ideal, cell.loads) - 1
 
     def _sum_us(self, cell: Cell, loads: Loads, variant: Variant) -> float:
-        return math.fsum(share * self.us(cell, variant, w) for w, share in loads)
+        """The objective over `loads`, times their weight: costs of parts add up to that of all, for other objectives
+        than the mean as good as they can."""
+        times = {w: self.us(cell, variant, w) for w, _ in loads}
+        return self.objective(times, loads) * math.fsum(share for _, share in loads)
 
     def _is_sound(self, cell: Cell, variant: Variant) -> bool:
         compiled = all((cell.layout, variant, decode) in self.facts for decode in FORMS[cell.batches])

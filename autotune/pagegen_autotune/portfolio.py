@@ -28,9 +28,9 @@ class Decision:
     `batches` is "decode" (at most one query a sequence), "mixed" (the others) or "all". `tree` says what serves which
     of them; `chosen` serves all that no proof speaks for serving otherwise. Times are microseconds of one call: `_us`
     the mean over the class's workloads by weight, the others by their name. `weight` is the class's share of the
-    profile's steps, `compared` the number of variants measured beside the default. `regret` is the excess over choosing
-    the best variant for every workload, of those that were measured; `regret_bound` is None where some workload had
-    nothing to compare with, and `regret` then says nothing.
+    profile's steps, `compared` the number of variants measured beside the default (compiled, where nothing is
+    measured). `regret` is the excess over choosing the best variant for every workload, of those that were measured;
+    `regret_bound` is None where some workload had nothing to compare with, and `regret` then says nothing.
     """
 
     batches: str

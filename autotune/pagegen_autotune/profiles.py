@@ -34,7 +34,7 @@ def load_profile(name_or_path: str | Path) -> Profile:
     if isinstance(name_or_path, str) and name_or_path in shipped:
         return Profile.load(paths.data("profiles") / f"{name_or_path}.json")
     path = Path(name_or_path)
-    if not path.exists():
+    if not path.exists() or path.is_dir():  # a path of "" is the folder here
         raise FileNotFoundError(
             f"profile must be one of {', '.join(shipped)} or a file, got {str(name_or_path)!r}, which is neither"
         )

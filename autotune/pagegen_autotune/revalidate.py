@@ -32,6 +32,7 @@ def revalidate(
     db: Database | str | None = None,
     target: str | Target | None = None,
     k: int = TOP,
+    objective: str | None = None,
     budget_s: float | None = None,
     progress: bool = True,
     bench: Bench | None = None,
@@ -40,10 +41,11 @@ def revalidate(
 ) -> Report:
     """Measures the default and the `k` best stored variants of every portfolio of `spec` that a change of toolchain or
     driver made stale, on the batches of `profile`, and leaves new portfolios: k variants a class of batches and layout,
-    whatever the search space. Portfolios that are valid are left alone.
+    whatever the search space. Portfolios that are valid are left alone. `objective` is by default the one that they
+    were chosen by.
 
-    Raises TuneError for a target that is not here, where none is stale, and where only a search can help since the
-    templates changed; otherwise as `tune`.
+    Raises TuneError for a target that is not here, where none is stale, where they were chosen by several objectives
+    and none is named, and where only a search can help since the templates changed; otherwise as `tune`.
     """
     from pagegen.db import Database, open_db
 
@@ -54,16 +56,17 @@ def revalidate(
     if not isinstance(db, Database):
         with open_db(db) as opened:
             return revalidate(
-                spec, profile, db=opened, target=where, k=k, budget_s=budget_s, progress=progress, bench=bench,
-                clock=clock, seed=seed,
+                spec, profile, db=opened, target=where, k=k, objective=objective, budget_s=budget_s, progress=progress,
+                bench=bench, clock=clock, seed=seed,
             )  # fmt: skip
     stale = _stale(db, spec, where, bench)
+    chosen_by = _objective(stale) if objective is None else objective
     only = {s.portfolio.layout: top_variants(db, s, profile, k) for s in stale}
     layouts = list(only)
     return tune(
         spec, profile, block_sizes=sorted({layout.block_size for layout in layouts}), target=where, db=db,
         budget_s=budget_s, progress=progress, orders=sorted({layout.order for layout in layouts}), bench=bench,
-        clock=clock, seed=seed, only=only,
+        clock=clock, seed=seed, only=only, objective=chosen_by,
     )  # fmt: skip
 
 
@@ -84,6 +87,14 @@ def _stale(db: Database, spec: AttentionSpec, where: Target, bench: Bench | None
     if judged:
         raise TuneError(f"nothing to measure again: all {len(judged)} portfolios of this spec on {where} are valid")
     raise TuneError(f"nothing to measure again: no portfolio of this spec on {device.name}: run pagegen tune")
+
+
+def _objective(stale: Sequence[Staleness]) -> str:
+    """What the portfolios were chosen by: a new compiler is no reason to choose by something else."""
+    found = {str(s.portfolio.rule.evidence.get("objective", "mean")) for s in stale}
+    if len(found) > 1:
+        raise TuneError(f"the portfolios were chosen by {' and '.join(sorted(found))}: name one with --objective")
+    return found.pop()
 
 
 def top_variants(db: Database, stale: Staleness, profile: Profile, k: int) -> dict[str, list[Variant]]:

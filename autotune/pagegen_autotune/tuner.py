@@ -6,17 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pagegen import targets
 from pagegen.selection import device_for
-from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant
+from pagegen.spec import AttentionSpec, CacheLayout, Device, Profile, Target, Variant, check
 from pagegen_autotune.arguments import layouts_of, opened
 from pagegen_autotune.executor import LocalExecutor
 from pagegen_autotune.interrupt import StopSignal
-from pagegen_autotune.isolated import IsolatedBench
+from pagegen_autotune.isolated import IsolatedBench, WorkerLost
 from pagegen_autotune.job import Job
 from pagegen_autotune.ledger import Store
 from pagegen_autotune.measure import Bench, KernelBench
@@ -32,7 +33,7 @@ def tune(
     *,
     block_sizes: Sequence[int] | None = None,
     target: str | Target | None = None,
-    db: Store | str | None = None,
+    db: Store | Path | str | None = None,
     budget_s: float | None = None,
     progress: bool = True,
     orders: Sequence[str] = ("NHD",),
@@ -59,22 +60,31 @@ def tune(
     for each class of batches ("decode", "mixed" or "all") the variants to measure in place of a search. `device` is the
     product of the target that is meant ("NVIDIA H200"): where this machine's is another, the run is a prediction.
 
-    Raises ValueError for a spec that no generated kernel serves, for the interpreter and for bad arguments, TuneError
-    when not even a default variant passes its check or an absent GPU cannot be compiled for, and the database's errors.
+    Raises ValueError or TypeError for a spec that no generated kernel serves, for the interpreter and for bad arguments
+    (a strategy and a budget of trials are for what is measured), TuneError when not even a default variant passes its
+    check, no process starts or an absent GPU cannot be compiled for, and the database's errors.
     """
     layouts = layouts_of(
         spec, profile, block_sizes, orders, strategy=strategy, objective=objective, budget_s=budget_s,
-        budget_trials=budget_trials,
+        budget_trials=budget_trials, seed=seed,
     )  # fmt: skip
     where = _checked_target(spec, target)
     if only is not None:
+        check.instance("only", only, Mapping)
         layouts = [layout for layout in layouts if layout in only]
+        if not layouts:
+            raise ValueError(f"only must name some of the layouts to tune, got {list(only)}")
     with ExitStack() as stack:
         store: Store = stack.enter_context(opened(db))
         stop = stack.enter_context(StopSignal())
         start = clock()
         meant = device_for(where, device)
         here = bench is not None or (is_present(where) and meant == targets.current_device(where))
+        if not here and (budget_trials is not None or strategy != "guided"):
+            raise ValueError(
+                "budget_trials and strategy are for what is measured, and nothing is timed for "
+                f"{meant.name} ({where}), which is not here: leave them out, got {budget_trials!r} and {strategy!r}"
+            )
         job = Job(spec, profile, meant, store, layouts, strategy, objective, only)
         store.save_profile(profile)
         if here:
@@ -94,7 +104,10 @@ def _bench(
     if spec.score_mod is not None or spec.mask_mod is not None:
         log.warning("candidates with a score or mask function run in this process: one that crashes ends it")
         return nullcontext(KernelBench(spec, target, device, profile, seed=seed))
-    return IsolatedBench(spec, target, device, profile, seed=seed)
+    try:
+        return IsolatedBench(spec, target, device, profile, seed=seed)
+    except WorkerLost as error:
+        raise TuneError(f"no process that runs candidates for {target} could be started: {error.detail}") from error
 
 
 def is_present(target: Target) -> bool:

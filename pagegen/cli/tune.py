@@ -81,7 +81,8 @@ def command(
     With --ray, devices are found by what the nodes of a cluster report, and --target is of no use: --devices chooses.
     A node that is lost costs what it was measuring, which another measures anew. The budget holds for each device.
 
-    With --revalidate, block sizes, orders and strategy are the stored ones: see `pagegen db verify` for what is stale.
+    With --revalidate, block sizes and orders are the stored ones, and so is the objective where none is named: see
+    `pagegen db verify` for what is stale.
     """
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
     profile = options.profile_of(profile_name)
@@ -90,6 +91,7 @@ def command(
             "the interpreter's times mean nothing: name cpu, or a GPU such as sm_90", param_hint="--target"
         )
     wanted = _cluster_options(ctx, address, devices, revalidate)
+    _revalidate_options(ctx, revalidate)
     from pagegen_autotune.fleet import FleetReport, tune_fleet
     from pagegen_autotune.measured import TuneError
     from pagegen_autotune.revalidate import revalidate as measure_again
@@ -104,7 +106,10 @@ def command(
                     orders=orders, strategy=strategy, objective=objective, budget_trials=trials,
                 )  # fmt: skip
             elif revalidate:
-                report = measure_again(spec, profile, target=target, db=url, budget_s=budget, k=top)
+                report = measure_again(
+                    spec, profile, target=target, db=url, budget_s=budget, k=top,
+                    objective=objective if _is_given(ctx, "objective") else None,
+                )  # fmt: skip
             else:
                 report = tune(
                     spec, profile, block_sizes=block_sizes, target=target, db=url, budget_s=budget, orders=orders,
@@ -127,9 +132,27 @@ def _cluster_options(
         return ()
     if revalidate:
         raise click.UsageError("--revalidate measures on this machine alone: run it without --ray on each device")
-    if ctx.get_parameter_source("target") is click.core.ParameterSource.COMMANDLINE:
-        raise click.UsageError("--target is for this machine: with --ray, --devices names those of the cluster")
+    for name in ("target", "device"):
+        if _is_given(ctx, name):
+            raise click.UsageError(f"--{name} is for this machine: with --ray, --devices names those of the cluster")
     names = tuple(name.strip() for name in (devices or "").split(","))
     if devices is not None and not all(names):
         raise click.BadParameter(f"must be names such as sm_90,H100, got {devices!r}", param_hint="--devices")
     return tuple(name for name in names if name)
+
+
+def _revalidate_options(ctx: click.Context, revalidate: bool) -> None:
+    """Raises UsageError for options that would say nothing: what is measured again is what was stored."""
+    if not revalidate:
+        if _is_given(ctx, "top"):
+            raise click.UsageError("--top says how many --revalidate measures again: it goes with --revalidate")
+        return
+    searching = {"block_sizes": "--block-sizes", "orders": "--order", "trials": "--trials", "strategy": "--strategy",
+                 "device": "--device"}  # fmt: skip
+    given = [option for name, option in searching.items() if _is_given(ctx, name)]
+    if given:
+        raise click.UsageError(f"{', '.join(given)} is for a search: --revalidate measures what was stored, as it was")
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE

@@ -84,12 +84,22 @@ def test_an_interrupted_run_shows_what_it_has_and_ends_with_one_line_that_says_w
         (["--kv-dtype", "float7"], "kv_dtype must be one of"),
         (["--profile", "nowhere.json"], "nowhere.json"),
         (["--model", "llama-9"], "llama-9"),
+        (["--profile", ""], "got '', which is neither"),
+        (["--top", "2"], "it goes with --revalidate"),
+        (["--revalidate", "--trials", "5"], "--trials is for a search"),
+        (["--revalidate", "--block-sizes", "16", "--order", "HND"], "--block-sizes, --order is for a search"),
     ],
 )
 def test_bad_usage_exits_with_2_and_says_what_was_expected(bench, arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2 and message in result.stderr
     assert bench.checked == []
+
+
+def test_a_product_is_no_choice_among_a_clusters_devices(bench):
+    command = ["tune", "--model", "llama-3.1-8b", "--profile", "traffic.json", "--ray", "localhost:1"]
+    result = CliRunner().invoke(main, [*command, "--device", "h200"])
+    assert result.exit_code == 2 and "--device is for this machine: with --ray, --devices names" in result.stderr
 
 
 def test_a_database_that_cannot_be_written_fails_before_anything_is_measured(bench, tmp_path):

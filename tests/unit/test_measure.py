@@ -166,6 +166,7 @@ def test_what_an_earlier_candidate_wrote_does_not_pass_for_the_next(batches):
         (MemoryError(), Status.RESOURCE_LIMIT),
         (torch.OutOfMemoryError("HIP out of memory"), Status.RESOURCE_LIMIT),
         (type("OutOfResources", (Exception,), {})("shared memory"), Status.RESOURCE_LIMIT),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), Status.RESOURCE_LIMIT),
         (RuntimeError("PassManager::run failed\nlong"), Status.RUNTIME_ERROR),
         (KeyError("odd"), Status.RUNTIME_ERROR),
     ],

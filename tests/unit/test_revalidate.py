@@ -90,6 +90,29 @@ def test_only_stale_layouts_are_measured_again(db):
     assert second.sampled == []
 
 
+def test_what_was_chosen_by_an_objective_is_measured_again_by_it(db):
+    for size, objective in ((16, "p99"), (32, "p99")):
+        tune(
+            SPEC, PROFILE, block_sizes=(size,), target="cpu", db=db, bench=bench(OLD, driver="570"), progress=False,
+            objective=objective,
+        )  # fmt: skip
+    found = revalidate(SPEC, PROFILE, target="cpu", db=db, bench=bench(NEW, driver="580"), progress=False)
+    assert {row.rule.evidence["objective"] for row in found.rows} == {"p99"}
+
+
+def test_portfolios_of_several_objectives_ask_for_one(db):
+    for size, objective in ((16, "mean"), (32, "cvar")):
+        tune(
+            SPEC, PROFILE, block_sizes=(size,), target="cpu", db=db, bench=bench(OLD, driver="570"), progress=False,
+            objective=objective,
+        )  # fmt: skip
+    new = bench(NEW, driver="580")
+    with pytest.raises(TuneError, match="chosen by cvar and mean: name one with --objective"):
+        revalidate(SPEC, PROFILE, target="cpu", db=db, bench=new, progress=False)
+    found = revalidate(SPEC, PROFILE, target="cpu", db=db, bench=new, progress=False, objective="cvar")
+    assert {row.rule.evidence["objective"] for row in found.rows} == {"cvar"}
+
+
 def test_old_samples_play_no_part_in_the_new_decision(db):
     tuned(db)
     equal = bench(table(), driver="999")

@@ -8,8 +8,9 @@ import sys
 import threading
 
 import pytest
-from pagegen_autotune import Report, tune
+from pagegen_autotune import Report, tune, tune_fleet, tuner
 from pagegen_autotune.interrupt import StopSignal
+from pagegen_autotune.isolated import WorkerLost
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.progress import Progress
 from pagegen_autotune.tuner import TuneError
@@ -617,6 +618,65 @@ def test_bad_arguments_are_named_before_anything_is_measured(db, change, message
     with pytest.raises(ValueError, match=message):
         run(db, bench, **change)
     assert bench.checked == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_sizes": 16}, "block_sizes must be a sequence of integers, got int 16"),
+        ({"block_sizes": "16"}, "block_sizes must be a sequence of integers, got str '16'"),
+        ({"orders": "NHD"}, "orders must be a tuple, got str 'NHD'"),
+        ({"budget_s": "5m"}, "budget_s must be seconds or None, got str '5m'"),
+        ({"seed": "x"}, "seed must be an integer, got str 'x'"),
+        ({"only": 5}, "only must be a Mapping, got int 5"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named_with_what_was_expected(db, change, message):
+    with pytest.raises(TypeError, match=message):
+        run(db, FakeBench(table()), **change)
+
+
+@pytest.mark.parametrize("wrong", [5, [], b"tuning.db"])
+def test_a_database_of_the_wrong_type_is_named_before_anything_is_measured(wrong):
+    bench = FakeBench(table())
+    for ask in (lambda: run(wrong, bench), lambda: tune_fleet(SPEC, PROFILE, db=wrong, address="localhost:1")):
+        with pytest.raises(TypeError, match="db must be a Database, a path, a URL or None"):
+            ask()
+    assert bench.checked == []
+
+
+@pytest.mark.parametrize("change", [{"devices": "sm_90"}, {"devices": [5]}, {"address": None}])
+def test_a_fleet_whose_devices_are_no_list_of_names_is_refused(db, change):
+    with pytest.raises(TypeError, match="must be a "):  # "sm_90" would be five names of one letter
+        tune_fleet(SPEC, PROFILE, db=db, **{"address": "localhost:1", **change})
+
+
+def test_a_path_object_names_a_database(tmp_path):
+    run(tmp_path / "mine.db", FakeBench(table()))
+    with open_db(tmp_path / "mine.db") as found:
+        assert found.trials(spec=SPEC)
+
+
+def test_a_run_that_compares_nothing_does_not_hide_what_an_earlier_one_found(db):
+    found = chosen(run(db, FakeBench(table(s8=0.8))))
+    assert found.streams == 8
+    other = Profile(name="other traffic", workloads=(LONG,), weights=(1.0,))
+    clock = FakeClock()
+    bench = FakeBench(table(s8=0.8), clock=clock)
+    short = tune(SPEC, other, db=db, bench=bench, clock=clock, block_sizes=(16,), target="cpu", progress=False,
+                 budget_s=1e-6)  # fmt: skip
+    assert "nothing was compared, the rule in the database stays" in str(short)
+    assert db.portfolio(SPEC, LAYOUT, CPU, "hash-1").choose(2, 1, 500) == found
+    assert db.trials(spec=SPEC, workload=LONG)  # what was measured is kept
+
+
+def test_a_worker_that_does_not_start_is_one_line(db, monkeypatch):
+    def lost(*args, **options):
+        raise WorkerLost(Status.RUNTIME_ERROR, "the process ended with exit status 1")
+
+    monkeypatch.setattr(tuner, "IsolatedBench", lost)
+    with pytest.raises(TuneError, match="no process that runs candidates for cpu could be started: the process ended"):
+        run(db, None)
 
 
 def test_a_spec_that_no_kernel_serves_is_refused_with_the_reason(db, monkeypatch):

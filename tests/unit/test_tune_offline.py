@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from faulty_compilers import facts
 from pagegen_autotune import absent, tune
@@ -236,6 +238,37 @@ def test_a_spent_budget_compiles_nothing_and_keeps_the_default(db, compilers, ti
     report = predict(db, clock=late, budget_s=0.5)
     assert compilers.compiled == [] and report.rows[0].speedup == 1.0
     assert any("no time to compile" in what for what in report.left_out)
+
+
+def test_a_run_without_time_does_not_hide_what_an_earlier_one_compiled(db, compilers, times):
+    assert predict(db).rows[0].rule.choose(8, 1, 100).num_warps == 8
+    clock = itertools.count()
+    report = predict(db, clock=lambda: float(next(clock)), budget_s=0.5)
+    assert "the rule in the database stays" in str(report)
+    assert db.portfolio(SPEC, LAYOUT, SM_90, "hash-1").choose(8, 1, 100).num_warps == 8
+
+
+def test_the_objective_decides_among_predictions_too(db, compilers, monkeypatch):
+    """8 warps are best on the many short batches, 2 on the few long ones."""
+    monkeypatch.setattr(targets, "default_variant", lambda spec, layout, target, *, decode: START)
+
+    def predict_us(spec, layout, variant, device, workload, *, facts=None, fit=None):
+        long = workload.num_seqs > 4
+        return (100.0 if long else 90.0) * {8: 1.2 if long else 0.1, 2: 0.8 if long else 1.0}.get(variant.num_warps, 1)
+
+    monkeypatch.setattr(costs, "predict_us", predict_us)
+    found = {}
+    for objective in ("mean", "p99"):
+        report = predict(db, objective=objective)
+        found[objective] = next(d.chosen.num_warps for d in report.rows[0].decisions if d.batches == "decode")
+    assert found == {"mean": 8, "p99": 2}
+
+
+@pytest.mark.parametrize("options", [{"budget_trials": 5}, {"strategy": "exhaustive"}])
+def test_what_is_only_for_measuring_is_refused_where_nothing_is_measured(db, compilers, times, options):
+    with pytest.raises(ValueError, match="are for what is measured, and nothing is timed for NVIDIA H100"):
+        predict(db, **options)
+    assert compilers.compiled == []
 
 
 def test_a_budget_that_ends_while_compiling_decides_among_what_was_compiled(db, compilers, times):

@@ -55,7 +55,7 @@ class FakeStore:
     def save_portfolio(self, *, spec, layout, device, profile, rule, code_hash):
         self.rules[spec, layout, device.target, code_hash] = rule
 
-    def portfolio(self, spec, layout, target, code_hash):
+    def portfolio(self, spec, layout, target, code_hash, device=None):
         return self.rules.get((spec, layout, target, code_hash))
 
     def save_profile(self, profile):

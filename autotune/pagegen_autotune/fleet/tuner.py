@@ -94,8 +94,10 @@ def tune_fleet(
     """
     layouts = layouts_of(
         spec, profile, block_sizes, orders, strategy=strategy, objective=objective, budget_s=budget_s,
-        budget_trials=budget_trials,
+        budget_trials=budget_trials, seed=seed,
     )  # fmt: skip
+    check.instance("address", address, str)
+    wanted = check.instances("devices", devices, str)
     if spec.score_mod is not None or spec.mask_mod is not None:
         raise ValueError("spec must be without score and mask functions on a cluster: other processes do not know them")
     start = time.monotonic()
@@ -103,7 +105,7 @@ def tune_fleet(
         store: SharedStore = stack.enter_context(opened(db))
         stop = stack.enter_context(StopSignal())
         cluster = stack.enter_context(
-            Cluster(address, spec, profile, devices=devices, seed=seed, kit=kit or Kit())
+            Cluster(address, spec, profile, devices=wanted, seed=seed, kit=kit or Kit())
         )  # fmt: skip
         asking = Patience(stop)
         asking(lambda: store.save_profile(profile))

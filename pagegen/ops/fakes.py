@@ -59,14 +59,23 @@ def _merge_list(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def _rotated(
-    q: Tensor, k: Tensor, v: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor, *_: Any, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    *_: Any,
+    **options: Any,
 ) -> Tensor:
-    _refuse(q=q, k=k, v=v, cos=cos, sin=sin, **options)
+    _refuse(q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache, **options)
     return q.new_empty(q.shape)
 
 
-def _write(k: Tensor, v: Tensor | None, *_: Any, **options: Any) -> None:
-    _refuse(k=k, v=v, **options)
+def _write(k: Tensor, v: Tensor | None, k_cache: Tensor, v_cache: Tensor | None, *_: Any, **options: Any) -> None:
+    _refuse(k=k, v=v, k_cache=k_cache, v_cache=v_cache, **options)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

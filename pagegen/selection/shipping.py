@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pagegen
 from pagegen import __version__, private
 from pagegen.codegen import cpp
 from pagegen.selection.ladder import rule_for
@@ -22,6 +23,8 @@ from pagegen.targets import artefacts, cpp_build, cpu_features
 if TYPE_CHECKING:
     from pagegen.db import Database
 
+# What `pagegen.cache`, a layer above, loads.
+PREFIX_INDEX = Path(pagegen.__file__).parent / "cache" / "prefix_index.cpp"
 # Those who serve are other users than those who build: everybody may read it.
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 _OWN = re.compile(r"[0-9a-f]{64}\.(?:so|cpp)|\..*\.tmp")  # what a build leaves that was stopped
@@ -45,8 +48,8 @@ def build(
     wanted: Iterable[tuple[AttentionSpec, CacheLayout]], folder: str | os.PathLike[str],
     *, db: Database | str | None = None,
 ) -> Built:  # fmt: skip
-    """Compiles for this CPU the variants that `db` chooses for each (spec, layout), the default ones, and what writes
-    to and reads of caches, and writes sources, libraries, rules and a manifest to `folder`; what lies there from
+    """Compiles for this CPU the variants that `db` chooses for each (spec, layout), the default ones, what writes to
+    and reads of caches and the prefix index, and writes sources, libraries, rules and a manifest to `folder`; what lies there from
     earlier builds stays, where the same pagegen and compiler made it.
 
     Raises CompileError, `artefacts.Refused` for a folder that holds something else, ValueError for a spec that no
@@ -57,6 +60,7 @@ def build(
     sources = {
         cpp.render_cache_ops(): "write_kv, copy_blocks and merge_states",
         cpp.render_probes(): "probes of memory and arithmetic",
+        PREFIX_INDEX.read_text(encoding="utf-8"): "the prefix index",
     }
     asked = list(wanted)
     if not asked:

@@ -660,7 +660,7 @@ def test_a_path_object_names_a_database(tmp_path):
 def test_a_run_that_compares_nothing_does_not_hide_what_an_earlier_one_found(db):
     found = chosen(run(db, FakeBench(table(s8=0.8))))
     assert found.streams == 8
-    other = Profile(name="other traffic", workloads=(LONG,), weights=(1.0,))
+    other = Profile(name="other traffic", workloads=(Workload(context_lens=(7_000, 9_000)),), weights=(1.0,))
     clock = FakeClock()
     bench = FakeBench(table(s8=0.8), clock=clock)
     short = tune(SPEC, other, db=db, bench=bench, clock=clock, block_sizes=(16,), target="cpu", progress=False,

@@ -71,7 +71,7 @@ CASES = [
     Case("fp32-block-1", 7, 100, 1, "pool", "float32", variant=SHORT),
     Case("fp32-group-16", 16, 128, 24, "HND", "float32"),
     Case("bf16-over-fp32", 4, 64, 16, fields={"kv_dtype": "float32"}),
-    Case("fp32-over-bf16", 4, 96, 16, dtype="float32", fields={"kv_dtype": "bfloat16"}),
+    Case("fp32-over-bf16", 4, 96, 16, dtype="float32", fields={"kv_dtype": "bfloat16"}, nightly=True),
     Case("fp16-over-bf16", 2, 64, 32, dtype="float16", fields={"kv_dtype": "bfloat16"}, nightly=True),
     # the corners of the search space
     Case("all-streams", 4, 64, 8, variant=CppVariant(tile_kv=16, streams=16, prefetch_ahead=8, split_tokens=16)),
@@ -85,7 +85,7 @@ CASES = [
     Case("sinks", 4, 64, 16, dtype="float32", variant=SHORT, fields={"sinks": True}),
     Case("sinks-one-split", 4, 64, 16, dtype="float32", fields={"sinks": True}),
     Case("bidirectional", 4, 64, 16, "HND", fields={"causal": False}),
-    Case("bidirectional-window", 12, 64, 16, dtype="float32", fields={"causal": False, "window": 40}),
+    Case("bidirectional-window", 12, 64, 16, dtype="float32", fields={"causal": False, "window": 40}, nightly=True),
     Case("other-scale", 4, 64, 16, fields={"scale": 0.3}),
     *portable_cases("avx2", HASWELL),
     *portable_cases("portable", PORTABLE),

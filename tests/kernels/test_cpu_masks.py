@@ -100,7 +100,7 @@ RANGED: list[tuple[Case, Range]] = [
     (Case("chunked-panel", 16, 64, 8, "HND", variant=SHORT, fields=mask(modifiers.chunked(24))), chunk_of(24)),
     (Case("chunked-portable", 2, 64, 16, machine=PORTABLE, fields=mask(modifiers.chunked(70)), nightly=True),
      chunk_of(70)),
-    (Case("chunked-window", 4, 64, 16, fields=mask(modifiers.chunked(70), window=30)), chunk_of(70)),
+    (Case("chunked-window", 4, 64, 16, fields=mask(modifiers.chunked(70), window=30), nightly=True), chunk_of(70)),
     (Case("documents", 4, 64, 16, fields=mask(DOCUMENTS)), document_of),
     (Case("documents-e4m3", 4, 64, 16, variant=SHORT, fields=mask(DOCUMENTS, **QUANTISED), nightly=True), document_of),
     (Case("documents-both-ways", 12, 64, 24, "HND", machine=HASWELL, fields=mask(WHOLE_DOCUMENTS, causal=False)),
@@ -119,7 +119,7 @@ CASES = [
          fields=score(bent, mask_mod=by_head.name, logit_softcap=20.0, alibi=True, window=90, sinks=True)),
     Case("past-its-table", 2, 64, 16, dtype="float32", fields=score(past_its_table)),
     Case("shut-by-score", 2, 64, 16, fields=score(shut_by_score)),
-    Case("score-portable", 3, 64, 16, dtype="float32", machine=PORTABLE, fields=score(bent)),
+    Case("score-portable", 3, 64, 16, dtype="float32", machine=PORTABLE, fields=score(bent), nightly=True),
 ]  # fmt: skip
 # A feature of the spec, and the same as a function.
 PAIRS = [
@@ -128,8 +128,15 @@ PAIRS = [
     ("softcap", {"logit_softcap": 20.0}, score(modifiers.soft_cap(20.0)), LONG),
     ("alibi", {"alibi": True}, score(modifiers.alibi(2.0 ** -(torch.arange(1, 9) * 1.0))), SHORT),
 ]
-PLAIN = [Case(f"{n}-field", 4, 64, 16, dtype="float32", variant=v, fields=field) for n, field, _, v in PAIRS]
-MODDED = [Case(f"{n}-function", 4, 64, 16, dtype="float32", variant=v, fields=mod) for n, _, mod, v in PAIRS]
+BY_DAY = ("window", "softcap")  # a mask and a score
+PLAIN = [
+    Case(f"{n}-field", 4, 64, 16, dtype="float32", variant=v, fields=field, nightly=n not in BY_DAY)
+    for n, field, _, v in PAIRS
+]
+MODDED = [
+    Case(f"{n}-function", 4, 64, 16, dtype="float32", variant=v, fields=mod, nightly=n not in BY_DAY)
+    for n, _, mod, v in PAIRS
+]
 TREE_CASES = [
     Case("tree", 4, 64, 16, variant=SHORT),
     Case("tree-one-split", 1, 128, 16, "HND", kv_heads=3, nightly=True),
@@ -194,7 +201,9 @@ def test_blocks_between_the_keys_of_neighbours_are_never_touched(name: str, quer
     compare(out, lse, *batch.expected(), case.spec.q_dtype)
 
 
-@pytest.mark.parametrize("name", [name for name, *_ in PAIRS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in BY_DAY else [pytest.mark.nightly]) for n, *_ in PAIRS]
+)
 def test_a_feature_as_a_function_gives_what_the_feature_gives(name: str) -> None:
     plain, modded = BY_NAME[f"{name}-field"], BY_NAME[f"{name}-function"]
     for sequences in (DECODE, RAGGED):

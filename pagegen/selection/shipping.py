@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pagegen
 from pagegen import __version__, private
 from pagegen.codegen import cpp
 from pagegen.selection.ladder import rule_for
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from pagegen.db import Database
 
 # What `pagegen.cache`, a layer above, loads.
-PREFIX_INDEX = Path(pagegen.__file__).parent / "cache" / "prefix_index.cpp"
+PREFIX_INDEX = Path(__file__).parents[1] / "cache" / "prefix_index.cpp"
 # Those who serve are other users than those who build: everybody may read it.
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 _OWN = re.compile(r"[0-9a-f]{64}\.(?:so|cpp)|\..*\.tmp")  # what a build leaves that was stopped
@@ -49,8 +48,8 @@ def build(
     *, db: Database | str | None = None,
 ) -> Built:  # fmt: skip
     """Compiles for this CPU the variants that `db` chooses for each (spec, layout), the default ones, what writes to
-    and reads of caches and the prefix index, and writes sources, libraries, rules and a manifest to `folder`; what lies there from
-    earlier builds stays, where the same pagegen and compiler made it.
+    and reads of caches, and the prefix index. Writes sources, libraries, rules and a manifest to `folder`; what lies
+    there from earlier builds stays, where the same pagegen and compiler made it.
 
     Raises CompileError, `artefacts.Refused` for a folder that holds something else, ValueError for a spec that no
     generated kernel serves, and OSError where the folder cannot be written.

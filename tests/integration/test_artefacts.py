@@ -350,7 +350,7 @@ def test_the_command_adds_a_model_to_the_folder_and_says_how_to_use_it(folder, b
         == used.digest
         == hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
     )
-    assert len(document["compiled"]) == 4, "two attention kernels, the writes and the probes"
+    assert len(document["compiled"]) == 5, "two attention kernels, the writes, the probes and the prefix index"
     assert len(used.kernels) == len(built.kernels) + 2, "the first model's stay"
     assert used.rules == built.rules, "nothing was tuned for the second"
     told = CliRunner().invoke(main, asked, catch_exceptions=False).stdout

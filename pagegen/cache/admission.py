@@ -68,11 +68,12 @@ def admit(allocator: BlockAllocator, seq_id: Hashable, packed: Packed, context: 
     """Makes `packed` a sequence as `found` has it, and returns how many of its tokens are cached."""
     pool, table = allocator.pool, allocator.table
     pool.acquire(found.shared)
+    if found.last:  # before blocks are taken: behind a window the one of this node is not shared, and may be evicted
+        pool.index.enter(found.last)
     fresh = pool.take(found.fresh)
     state = SequenceState(seq_id, context)
     row = table.claim(state)
     if found.last:
-        pool.index.enter(found.last)
         table.nodes[row] = found.last
     elif allocator.prefix_caching:
         table.nodes[row] = pool.index.enter_root(context)

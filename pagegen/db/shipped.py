@@ -32,10 +32,14 @@ def files() -> tuple[Path, ...]:
 
 def store() -> Store | None:
     """The shipped records, opened for reading; None where none ship or they cannot be read, which is logged."""
-    found = files()
+    try:
+        found = files()
+        stamps = tuple(_stamp(path) for path in found)
+    except OSError as error:  # an installation that this user may not read
+        log.warning("the shipped records cannot be read: %s", error)
+        return None
     if not found:
         return None
-    stamps = tuple(_stamp(path) for path in found)
     opened = _opened(found, stamps)
     if opened is not None and opened.path is not None and not opened.path.exists():  # the cache was emptied meanwhile
         _opened.cache_clear()

@@ -23,7 +23,7 @@ RARE = (
 @pytest.mark.parametrize(
     ("machine", "index_class", "examples", "least"),
     [
-        (CacheMachine, "compiled", 480, 20_000),
+        (CacheMachine, "compiled", 540, 20_000),
         (CacheMachine, "python", 70, 2_500),
         (TensorMachine, "compiled", 60, 2_000),
     ],

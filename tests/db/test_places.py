@@ -330,7 +330,7 @@ def test_without_an_own_database_what_is_about_it_says_that_it_is_missing(record
 def test_an_emptied_cache_is_filled_again_under_an_open_database(records, tmp_path):
     with open_db(tmp_path / "own.db") as db:
         assert len(db.trials()) == 2
-        for file in (tmp_path / "cache").iterdir():
+        for file in (tmp_path / "cache" / "records").iterdir():
             file.unlink()
         assert len(db.trials()) == 2
         assert len(open_db(tmp_path / "own.db").trials()) == 2

@@ -99,6 +99,17 @@ def test_a_prefix_is_found_though_its_beginning_is_evicted_since_no_query_sees_t
     assert allocator.add("short", range(9)) == 0  # here the beginning would be seen
 
 
+def test_a_prefix_whose_unseen_block_is_evicted_by_the_very_admission_that_found_it_stays_known():
+    cache = BlockAllocator(4, 2, window=1)
+    cache.add("first", [1, 2, 3])
+    cache.mark_computed("first", 3)
+    cache.free("first")
+    assert cache.add("second", [1, 2, *range(10, 17)]) == 2  # takes all four blocks
+    cache.check_invariants()
+    cache.mark_computed("second", 9)
+    cache.check_invariants()
+
+
 def test_only_tokens_that_are_the_same_from_the_start_on_are_found():
     allocator = BlockAllocator(40, SIZE, window=4)
     allocator.add("a", range(20))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -56,6 +56,14 @@ class Reader:
             self._layer = self._under()
         own = () if isinstance(self.store, Absent) else (self.store,)
         return own if self._layer is None else (*own, self._layer)
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """What this thread asks inside it is answered from one moment of each file, read over one connection."""
+        with contextlib.ExitStack() as stack:
+            for store in self.stores:
+                stack.enter_context(store.snapshot())
+            yield
 
     def trials(
         self,

@@ -13,13 +13,16 @@ import os
 import sqlite3
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import sqlalchemy as sa
+from sqlalchemy.pool import NullPool
+from sqlalchemy.util import LRUCache
 
 from pagegen.db import filesystem
 from pagegen.db.errors import REMEDY, DatabaseError
@@ -40,6 +43,7 @@ _MAGIC = b"SQLite format 3\0"
 _HEADER_BYTES = 100
 
 
+_ANY_FILE = sa.make_url("sqlite://")  # which one is in the connections
 _text = functools.partial(str, encoding="utf-8", errors="surrogateescape")
 
 
@@ -63,11 +67,33 @@ def connect(uri: str, *, check_same_thread: bool = True) -> sqlite3.Connection:
     return connection
 
 
+def engine(connect: Callable[[], Any]) -> sa.Engine:
+    """An engine for one file, with connections that live as long as a transaction. All files share the dialect and what
+    was compiled for it, a millisecond a statement: questions go to the user's file and to the records that ship."""
+    dialect, compiled = _dialect()
+    made = sa.Engine(NullPool(connect), dialect, _ANY_FILE, execution_options={"compiled_cache": compiled})
+    sa.event.listen(made, "begin", on_begin)
+    return made
+
+
+@functools.cache
+def _dialect() -> tuple[sa.Dialect, LRUCache[Any, Any]]:
+    """SQLite's dialect, initialised, and an empty cache."""
+    scratch = sa.create_engine(_ANY_FILE, poolclass=NullPool)
+    scratch.connect().close()
+    return scratch.dialect, LRUCache(500)  # as many as an engine keeps of its own
+
+
 def on_begin(connection: sa.Connection) -> None:
     """Begins a transaction: IMMEDIATE to write, since one that reads first and then writes would fail at once when
     another writer came between."""
     write = connection.get_execution_options().get("pagegen_write")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+def tables(connection: sa.Connection) -> set[str]:
+    """The names of the tables."""
+    return set(connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars())
 
 
 def uri(path: Path, read_only: bool) -> str:
@@ -205,11 +231,11 @@ def _is_file(path: Path) -> bool:
 
 def is_cut(path: Path) -> bool:
     """Whether a file is shorter than its header says, and stays so: another's checkpoint passes through such states."""
-    for wait_s in (0.0, 0.05, 0.1):
-        time.sleep(wait_s)
+    for wait_s in (0.05, 0.1):
         if not _seems_cut(path):
             return False
-    return True
+        time.sleep(wait_s)
+    return _seems_cut(path)
 
 
 def _seems_cut(path: Path) -> bool:

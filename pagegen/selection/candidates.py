@@ -123,14 +123,16 @@ def opened(db: Database | str | None) -> Iterator[Database]:
 
 @contextmanager
 def kept_open(db: Database | str | None) -> Iterator[Database | str | None]:
-    """The database opened once for all that one question asks of it: a server otherwise makes a connection for each.
-    Where it cannot be opened `db` as it is, and whoever asks it says why."""
+    """The database opened once, and its files read at one moment, for all that one question asks of it. Where it cannot
+    be opened `db` as it is, and whoever asks it says why."""
     with ExitStack() as stack:
         try:
-            source: Database | str | None = stack.enter_context(opened(db))
+            source = stack.enter_context(opened(db))
+            stack.enter_context(source.snapshot())
         except Exception:  # whatever it is, it comes again where it is dealt with
-            source = db
-        yield source
+            yield db
+        else:
+            yield source
 
 
 def sentence(error: Exception) -> str:

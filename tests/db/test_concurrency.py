@@ -171,6 +171,33 @@ def test_a_reader_sees_one_moment_however_many_statements_it_takes(place):
         assert len(db.trials()) == 2
 
 
+def test_a_snapshot_of_a_file_is_one_moment_for_every_question_and_takes_no_writes(tmp_path):
+    with open_db(tmp_path / "moment.db") as db, open_db(db.name) as writer:
+        db.record(trial())
+        with db.snapshot():
+            with db.snapshot():
+                assert len(db.trials()) == 1
+            worker = threading.Thread(target=lambda: writer.record(trial(samples_us=(55.0,))))
+            worker.start()
+            worker.join()
+            assert len(db.trials()) == 1
+            with pytest.raises(DatabaseError, match=r"write nothing inside snapshot\(\)"):
+                db.record(trial(samples_us=(66.0,)))
+        assert len(db.trials()) == 2
+        with db.atomic():  # what a write transaction has written is seen in it
+            db.record(trial(samples_us=(66.0,)))
+            with db.snapshot():
+                assert len(db.trials()) == 3
+
+
+def test_a_snapshot_of_a_server_leaves_each_question_a_transaction_that_can_be_done_again(place):
+    with open_db(place("moment")) as db:
+        db.record(trial())
+        with db.snapshot():
+            assert len(db.trials()) == 1
+        assert db.record(trial(samples_us=(66.0,)))
+
+
 # --- file systems that hosts share --------------------------------------------------------------------------------
 
 MOUNTINFO = """\

@@ -21,6 +21,9 @@ SHIPPED_FLAGS = {
     "test_no_compiler.py", "test_prepared.py", "test_private.py",
 }  # fmt: skip
 
+# In tests/kernels, but about how kernels are put together, not about what they compute.
+COMPOSING = {"test_cascade.py", "test_step_paths.py"}
+
 pytest_plugins = ["cache_indexes", "compatibility_page", "database_places"]
 
 # A slow example on a busy machine is no finding. By night there are twenty times as many.
@@ -70,7 +73,8 @@ def _compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     as well, and only where the user has named no compiler."""
     quick = Path(__file__).with_name("quick_cxx.sh")
     usable = os.access(quick, os.X_OK) and shlex.quote(str(quick)) == str(quick) and "CXX" not in os.environ
-    if not usable or "kernels" in request.path.parts or request.path.name in SHIPPED_FLAGS:
+    computes = "kernels" in request.path.parts and request.path.name not in COMPOSING
+    if not usable or computes or request.path.name in SHIPPED_FLAGS:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:

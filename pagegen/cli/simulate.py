@@ -83,13 +83,14 @@ def command(
     """
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
     profile = options.profile_of(profile_name)
+    meant = options.known_device(target, device)
+    if skip_bad and trace is None:
+        raise click.UsageError("--skip-bad is for the rows of a trace: it goes with --trace")
     from pagegen_autotune.served import Rest, serve_block_sizes
-
-    from pagegen import selection
 
     with output.plain_failures():
         requests, prefix_block_tokens = (None, None) if trace is None else _requests(trace, skip_bad)
-        rest = None if weights is None else Rest.of_weights(weights, selection.device_for(target, device))
+        rest = None if weights is None else Rest.of_weights(weights, meant)
         with tqdm(desc="simulating", unit=" block sizes", file=sys.stderr, leave=False, disable=None) as bar:
 
             def on_run(done: int, total: int) -> None:

@@ -100,9 +100,7 @@ def _server_options(function: _Function) -> _Function:
 @click.option("--source", default="", show_default=False, help="Where the trace comes from, kept in the profile.")
 @click.option("--licence", default="", show_default=False, help="Licence of the trace, kept in the profile.")
 @output.json_option
-@click.pass_context
 def import_(
-    ctx: click.Context,
     trace: Path,
     target: Path,
     name: str | None,
@@ -121,7 +119,7 @@ def import_(
     TRACE is CSV with the header arrival_s,prompt_tokens,output_tokens[,prefix_hash_ids], or JSONL with these keys.
     arrival_s is in seconds, or empty in every row: requests are then admitted as the server has room.
     """
-    _refuse_idle_options(ctx, name, prefix_reuse, prefix_block_tokens)
+    _refuse_idle_options(click.get_current_context(), name, prefix_reuse, prefix_block_tokens)
     if max_batch_tokens is None:
         max_batch_tokens = max(_SERVER.max_batch_tokens, max_num_seqs)
     try:

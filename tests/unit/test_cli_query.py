@@ -103,6 +103,11 @@ def test_a_product_or_a_target_that_is_not_known_is_bad_usage_in_every_command(c
     assert "url must be a path" in run(*command, "--db", "mysql://x/y", code=2).output
 
 
+def test_inspect_refuses_a_target_of_which_nothing_is_known_before_it_compiles():
+    said = run("inspect", "--model", "smollm2-135m", "--block-size", "16", "--target", "sm_9", code=2).output
+    assert "--target: target must be an arch of the device table" in said  # LLVM would end the process
+
+
 def test_query_says_which_dtype_it_asked_for_and_which_one_was_measured(url, profile):
     text = run(*QUERY, "--profile", profile, "--db", url).stdout
     assert text.startswith("llama-3.1-8b in bfloat16, cache bfloat16, on NVIDIA H100")

@@ -130,7 +130,7 @@ class Report:
         found = f"; {self.resumed} were in the database already" if self.resumed else ""
         if self.kind == "measured":
             lines += ["", f"trials: {done or 'none'}{found}"]
-        lines += [f"rejected: {count} variants, {reason}" for reason, count in self.rejected.items()]
+        lines += [f"rejected: {count} variant{'s' * (count != 1)}, {reason}" for reason, count in self.rejected.items()]
         lines += [f"left out: {what}" for what in self.left_out]
         if self.drift:
             least, most = min(self.drift.values()), max(self.drift.values())

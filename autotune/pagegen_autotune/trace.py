@@ -36,6 +36,10 @@ class TraceError(ValueError):
     """A trace that cannot be read as it stands: names the file, the line, what was expected and what came."""
 
 
+class MalformedRow(TraceError):
+    """A row that `skip_bad` would leave out."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
     """Requests in order of arrival (equal times keep the file's order).
@@ -94,8 +98,8 @@ def read_trace(
 ) -> Trace:
     """The trace in a CSV or JSONL file (told by `.csv`, `.jsonl` or `.ndjson`, else by the first character).
 
-    Raises OSError where the file cannot be read and TraceError naming the first malformed line; with `skip_bad`
-    malformed rows are left out and counted, but a wrong header or a file with no good row still raises.
+    Raises OSError where the file cannot be read and MalformedRow naming the first malformed line; with `skip_bad`
+    malformed rows are left out and counted, but a wrong header or a file with no good row still raises TraceError.
     `keep_prefixes` keeps the requests' `prefix_hash_ids`, at 16 bytes a run and 8 a request; `on_bytes` is told the
     length of every line read.
     """
@@ -115,7 +119,7 @@ def read_trace(
                 rows.add(parse(line))
             except BadRow as error:
                 if not skip_bad:
-                    raise TraceError(f"{path} line {number}: {error}") from error
+                    raise MalformedRow(f"{path} line {number}: {error}") from error
                 rows.reject(f"line {number}: {error}")
     if not rows.prompts:
         found = f"{rows.bad} malformed ones, the first at {rows.examples[0]}" if rows.bad else "a header alone"

@@ -46,7 +46,8 @@ def tune(
     only: Mapping[CacheLayout, Mapping[str, Sequence[Variant]]] | None = None,
     device: Device | str | None = None,
 ) -> Report:
-    """Finds the variants that serve `spec` best on the batches of `profile`, for each block size and memory order.
+    """Finds the variants that serve `spec` best on the batches of `profile`, for each of `block_sizes` (tokens a block;
+    default: the usual ones) and memory `orders` ("NHD", "HND").
 
     On a target that is here (`cpu`, or this machine's GPU) candidates are checked, then timed, in a process of their
     own (see `pagegen_autotune.isolated`); every trial goes to `db` (a Database, path or URL; default: the default
@@ -55,6 +56,8 @@ def tune(
     the default variants are measured whatever it is; `budget_trials` bounds the trials (a variant on a workload)
     beside theirs. `objective` is what variants are chosen by: the "mean" step time over the profile, its "p99", or
     "cvar", the mean of its slowest 5 %; each over the batches of a class.
+    `strategy` is how to search: "guided" by a model of the trials, "coordinate" around the default, or "exhaustive";
+    `seed` is that of its draws, and `progress` writes lines about it to standard error.
     Ctrl-C and SIGTERM end the run early: the report then says `interrupted`, and the next run goes on from there.
     `bench` and `clock` replace what compiles, checks and times, and what tells the time. `only` names the layouts and
     for each class of batches ("decode", "mixed" or "all") the variants to measure in place of a search. `device` is the

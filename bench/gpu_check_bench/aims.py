@@ -144,6 +144,9 @@ def table(document: Row) -> str:
         left = f", {len(part['left'])} cases not run" if part["left"] else ""
         failed = f", {part['failed']} failed" if part["failed"] else ""
         lines.append(f"  {name:<12} {part['state']}: {part['cases']} cases{failed}{left}, {part['seconds']:.0f} s")
+    cut = [name for name, part in document["parts"].items() if part["state"] != "done"]
+    if cut:
+        lines.append(f"  not whole, and so ends with 1: {', '.join(cut)}; a larger --budget gives them more time")
     failures = [row for row in document["rows"] if "error" in row]
     lines += [f"  FAILED {row['part']}: {row['case']}: {row['error'][:160]}" for row in failures[:12]]
     if len(failures) > 12:

@@ -42,6 +42,7 @@ def stats(url: str | None, table_format: str, as_json: bool) -> None:
                 "value": shown,
             }
             for key, value in found.items()
+            if key != "read_only"  # how this command opened it: tells people nothing of the database
             for name, shown in (value.items() if isinstance(value, dict) else [("", value)])
         ]
         return output.table(flat, {"what": "what", "value": "value"}, table_format)
@@ -210,6 +211,10 @@ def migrate(url: str | None, to: int | None, lossy: bool, as_json: bool) -> None
     has no place for is named, and goes with --lossy only."""
     from pagegen.db.schema import SCHEMA_VERSION
 
+    if lossy and to is None:
+        raise click.UsageError("--lossy is for going back: it goes with --to")
+    if to is not None and to > SCHEMA_VERSION:
+        raise click.BadParameter(f"must be at most the present version {SCHEMA_VERSION}, got {to}", param_hint="--to")
     with output.database(url, read_only=False) as db:
         version = SCHEMA_VERSION if to is None else to
         if version != SCHEMA_VERSION:
@@ -242,6 +247,10 @@ def pull(url: str, path: Path | None, target: Target | None, anew: bool, as_json
     in PAGEGEN_DB."""
     from pagegen.db import mirror
 
+    try:
+        mirror.place_for(url)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="URL") from error
     with output.plain_failures():
         found = mirror.pull(url, path, target=target, anew=anew)
     came = f"{found.added} new records, {found.portfolios} portfolios and {found.trials} trials in {found.path}"

@@ -47,7 +47,7 @@ def command(
     }  # fmt: skip
     with output.database(url, read_only=True) as db:
         if sql:
-            click.echo(statements.text_of(db, statements.listing(limit=limit, **wanted)))
+            output.statement(statements.text_of(db, statements.listing(limit=limit, **wanted)), as_json)
             return
         shown, matching = statements.newest(db, limit, **wanted)
         if pooled:
@@ -58,8 +58,8 @@ def command(
 
     def text() -> str:
         columns = {
-            "created_at": "when", "heads": "heads", "head_dim": "dim", "block_size": "block", "target": "target",
-            "variant": "variant", "batch": "batch", "status": "status", "median_us": "median us",
+            "created_at": "when", "heads": "heads", "head_dim": "dim", "kv_dtype": "cache", "block_size": "block",
+            "target": "target", "variant": "variant", "batch": "batch", "status": "status", "median_us": "median us",
         }  # fmt: skip
         rows = [{**_trial(m), "block_size": f"{m.layout.block_size} {m.layout.order}"} for m in shown]
         return output.table(rows, columns, table_format) + f"\n{len(shown)} of {matching} trials"

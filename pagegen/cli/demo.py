@@ -189,7 +189,7 @@ def _answer(
     with story.step("reference", f"answering with transformers' own {attention} attention"):
         alone = comparison.run_alone(chat.model, prompts, max_new_tokens, f"{attention}, eager, one at a time")
         padded = comparison.run_padded(chat.model, prompts, max_new_tokens, f"{attention}, eager, padded batch")
-    with story.step("compile", f"compiling the model on paged attention, block size {best.block_size}"):
+    with story.step("compile", f"compiling the model (a long step) on paged attention, block size {best.block_size}"):
         layout = CacheLayout(block_size=best.block_size)
         blocks = sum(layout.blocks_for(len(ids) + max_new_tokens) for ids in prompts)
         paged = enable(chat.model, block_size=best.block_size, num_blocks=blocks, db=url)

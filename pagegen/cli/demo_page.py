@@ -77,6 +77,7 @@ def _runs(runs: list[dict[str, Any]]) -> str:
     ]
     columns = {"name": "run", "tokens": "new tokens", "server": "server tokens/s", "latency": "request latency s"}
     note = (
-        "server tokens/s: new tokens of all requests over the whole time; request latency: until a request's last token"
+        "server tokens/s: new tokens of all requests over the whole time; request latency: until a request's last\n"
+        "token, from the start that all share, or one at a time from its own"
     )
     return f"{output.table(cells, columns)}\n{note}"

@@ -71,9 +71,9 @@ def command(
     groups = prefix_groups(layout, batch, shared_prefix)
     from pagegen import selection
 
+    meant = options.known_device(target, device)
     with output.plain_failures():
-        explanation = selection.explain_selection(spec, layout, target, workload, db=url, device=device)
-        meant = selection.device_for(target, device)
+        explanation = selection.explain_selection(spec, layout, target, workload, db=url, device=meant)
         times_us = measured_us(spec, layout, meant, workload, url)
         document = explain(
             spec, layout, meant, workload, explanation.selection, prefix_groups=groups, times_us=times_us

@@ -67,6 +67,7 @@ def _gpu(name: str) -> Target:
         raise click.BadParameter(str(error), param_hint="--target") from error
     if not target.is_gpu:
         raise click.BadParameter(f"a GPU such as sm_90 or gfx942 is compiled for, got {name}", param_hint="--target")
+    options.known_device(target, None)
     return target
 
 

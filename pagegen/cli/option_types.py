@@ -65,7 +65,8 @@ class BlockSizesType(click.ParamType):  # type: ignore[type-arg]  # as above
             return value
         parts = [part.strip() for part in str(value).split(",")]
         if not all(re.fullmatch(r"[1-9]\d{0,5}", part, re.ASCII) for part in parts):
-            self.fail(f"must be positive whole numbers by commas, such as 16,32,64, got {value!r}", param, ctx)
+            expected = "positive whole numbers by commas, below 1000000, such as 16,32,64"
+            self.fail(f"must be {expected}, got {value!r}", param, ctx)
         return tuple(dict.fromkeys(map(int, parts)))
 
 

@@ -9,11 +9,28 @@ import click
 
 from pagegen.cli import output
 from pagegen.cli.option_types import BlockSizesType, TargetType, count
-from pagegen.spec import AttentionSpec, Profile, Target, Variant
+from pagegen.spec import AttentionSpec, Device, Profile, Target, Variant
 from pagegen.spec.layout import ORDERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-url_option = click.option("--db", "url", help="A database file or URL; PAGEGEN_DB or your own by default.")
+
+
+def _place(_: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """The place that `--db` names, refused here where it is none: what reads would otherwise go on without it."""
+    if value is not None:
+        from pagegen.db.errors import BadPlace
+        from pagegen.db.places import place_of
+
+        try:
+            place_of(value)
+        except BadPlace as error:
+            raise click.BadParameter(str(error), param=param) from error
+    return value
+
+
+url_option = click.option(
+    "--db", "url", callback=_place, help="A database file or URL; PAGEGEN_DB or your own by default."
+)
 # Traffic of a real chat service: what is tuned for where nothing is said.
 profile_option = click.option(
     "--profile", "profile_name", default="azure-conversation", show_default=True,
@@ -99,6 +116,23 @@ def device_option(command: Command) -> Command:
         "--device",
         help='The product of the target that is meant ("NVIDIA H200", or h200), if it is not in this machine.',
     )(command)
+
+
+def is_given(ctx: click.Context, name: str) -> bool:
+    """Whether the parameter stands on the command line, so that it is no default."""
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def known_device(target: Target, device: str | None) -> Device:
+    """The device that `--target` and `--device` name; a target of which nothing is known, and a name that is no one
+    product of it, are bad usage."""
+    from pagegen import selection
+
+    try:
+        return selection.device_for(target, device)
+    except ValueError as error:
+        hint = "--target" if device is None else "--device"
+        raise click.BadParameter(str(error), param_hint=hint) from error
 
 
 def named_variant(name: str, target: Target) -> Variant:

@@ -62,7 +62,11 @@ def plain_failures() -> Iterator[None]:
         yield
     except DatabaseError as error:
         raise Failure(str(error)) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        if error.filename is None:
+            raise Failure(check.first_line(error)) from error
+        raise Failure(f"{error.filename} cannot be used ({error.strerror}): name another file or folder") from error
+    except ValueError as error:
         raise Failure(check.first_line(error)) from error
 
 
@@ -78,6 +82,11 @@ def database(url: str | None, *, read_only: bool) -> Iterator[Database]:
 def show(document: Any, as_json: bool, text: Callable[[], str]) -> None:
     """Prints `document` as JSON, or the text for people."""
     click.echo(json.dumps(document, indent=1) if as_json else plain(text()))
+
+
+def statement(sql: str, as_json: bool) -> None:
+    """Prints what `--sql` asks to see."""
+    show({"sql": sql}, as_json, lambda: sql)
 
 
 def table(

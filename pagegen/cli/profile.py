@@ -12,10 +12,10 @@ import click
 import numpy as np
 from pagegen_autotune.profiles import BATCHES, UTILISATION, distil, load_profile, prefix_size, shipped_profiles
 from pagegen_autotune.simulation import BLOCK_TOKENS, Server
-from pagegen_autotune.trace import Trace, TraceError, read_trace
+from pagegen_autotune.trace import MalformedRow, Trace, TraceError, read_trace
 from tqdm import tqdm
 
-from pagegen.cli import output
+from pagegen.cli import options, output
 from pagegen.spec import Profile
 
 _SERVER = Server()
@@ -119,6 +119,7 @@ def import_(
     TRACE is CSV with the header arrival_s,prompt_tokens,output_tokens[,prefix_hash_ids], or JSONL with these keys.
     arrival_s is in seconds, or empty in every row: requests are then admitted as the server has room.
     """
+    _refuse_idle_options(click.get_current_context(), name, prefix_reuse, prefix_block_tokens)
     if max_batch_tokens is None:
         max_batch_tokens = max(_SERVER.max_batch_tokens, max_num_seqs)
     try:
@@ -133,6 +134,8 @@ def import_(
     if target.exists() and target.samefile(trace):
         raise click.UsageError(f"-o must name another file than the trace, got {target} for both")
     requests = _read(trace, skip_bad, keep_prefixes=prefix_reuse)
+    if prefix_block_tokens is not None and requests.prefix_runs is None:
+        raise click.UsageError(f"--prefix-block-tokens is for prefix_hash_ids, and {trace} has none")
     size = prefix_size(requests) if prefix_block_tokens is None else prefix_block_tokens
     reuse = None if requests.prefix_runs is None else size
     profile = _distil(trace, requests, server, name=name or trace.stem, prefix_block_tokens=reuse, **choices)
@@ -146,6 +149,18 @@ def import_(
         document["hint"] = _NOT_SHARED
     hint = f"{document['hint']}\n" if "hint" in document else ""
     output.show(document, as_json, lambda: f"{_skipped(requests)}{_text(profile)}\n\n{hint}written to {target}")
+
+
+def _refuse_idle_options(
+    ctx: click.Context, name: str | None, prefix_reuse: bool, prefix_block_tokens: int | None
+) -> None:
+    """Raises UsageError for options of which one would be dropped for the other, and a name that is none."""
+    if options.is_given(ctx, "rate_scale") and options.is_given(ctx, "utilisation"):
+        raise click.UsageError("--rate-scale takes the place of --utilisation: name one of them")
+    if prefix_block_tokens is not None and not prefix_reuse:
+        raise click.UsageError("--prefix-block-tokens says how prompts share: it does not go with --no-prefix-reuse")
+    if name is not None and not name.strip():
+        raise click.BadParameter(f"must be a name, got {name!r}", param_hint="--name")
 
 
 @command.command("list")
@@ -164,7 +179,7 @@ def show(profile: str, as_json: bool) -> None:
     try:
         found = load_profile(profile)
     except (OSError, ValueError) as error:
-        raise output.Failure(f"{error}; `pagegen profile list` names the shipped profiles") from error
+        raise click.BadParameter(f"{error}; `pagegen profile list` names the shipped profiles") from error
     output.show(found.to_dict(), as_json, lambda: _text(found))
 
 
@@ -178,7 +193,7 @@ def _read(path: Path, skip_bad: bool, *, keep_prefixes: bool) -> Trace:
         with _bar("reading", "B", path.stat().st_size) as bar:
             return read_trace(path, skip_bad=skip_bad, keep_prefixes=keep_prefixes, on_bytes=bar.update)
     except TraceError as error:
-        hint = "" if skip_bad else "; --skip-bad leaves malformed rows out"
+        hint = "; --skip-bad leaves malformed rows out" if isinstance(error, MalformedRow) else ""
         raise output.Failure(f"{error}{hint}") from error
     except OSError as error:
         raise output.Failure(f"{path} cannot be read ({error.strerror}): name a readable file") from error

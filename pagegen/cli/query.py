@@ -56,12 +56,13 @@ def command(
     spec = options.model_spec(model, layer, q_dtype, kv_dtype)
     profile = options.profile_of(profile_name)
     num_layers = find_geometry(model).attn_layers
+    options.known_device(target, device)
     from pagegen import selection
     from pagegen.db.block_size import TIE
 
     if sql:
         with output.plain_failures():
-            click.echo(_statements(spec, target, device, profile, url))
+            output.statement(_statements(spec, target, device, profile, url), as_json)
         return
     with output.plain_failures():
         rows = selection.best_block_size(

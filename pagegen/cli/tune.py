@@ -8,7 +8,7 @@ import click
 
 from pagegen.cli import options, output
 from pagegen.cli.option_types import DurationType, count
-from pagegen.spec import Target
+from pagegen.spec import Device, Target
 from pagegen.spec.layout import ORDERS, USUAL_BLOCK_SIZES
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def command(
         )
     wanted = _cluster_options(ctx, address, devices, revalidate)
     _revalidate_options(ctx, revalidate)
+    if address is None:
+        _search_options(options.known_device(target, device), trials, strategy)
     from pagegen_autotune.fleet import FleetReport, tune_fleet
     from pagegen_autotune.measured import TuneError
     from pagegen_autotune.revalidate import revalidate as measure_again
@@ -108,7 +110,7 @@ def command(
             elif revalidate:
                 report = measure_again(
                     spec, profile, target=target, db=url, budget_s=budget, k=top,
-                    objective=objective if _is_given(ctx, "objective") else None,
+                    objective=objective if options.is_given(ctx, "objective") else None,
                 )  # fmt: skip
             else:
                 report = tune(
@@ -133,7 +135,7 @@ def _cluster_options(
     if revalidate:
         raise click.UsageError("--revalidate measures on this machine alone: run it without --ray on each device")
     for name in ("target", "device"):
-        if _is_given(ctx, name):
+        if options.is_given(ctx, name):
             raise click.UsageError(f"--{name} is for this machine: with --ray, --devices names those of the cluster")
     names = tuple(name.strip() for name in (devices or "").split(","))
     if devices is not None and not all(names):
@@ -141,18 +143,28 @@ def _cluster_options(
     return tuple(name for name in names if name)
 
 
+def _search_options(device: Device, trials: int | None, strategy: str) -> None:
+    """Raises UsageError for options of a search by measuring, where nothing can be measured."""
+    from pagegen_autotune.tuner import is_present
+
+    from pagegen import targets
+
+    given = ["--trials"] * (trials is not None) + ["--strategy"] * (strategy != "guided")
+    if given and not (is_present(device.target) and device == targets.current_device(device.target)):
+        raise click.UsageError(
+            f"{' and '.join(given)} is for what is measured, and nothing is timed for {device.name} "
+            f"({device.target}), which is not here: leave it out"
+        )
+
+
 def _revalidate_options(ctx: click.Context, revalidate: bool) -> None:
     """Raises UsageError for options that would say nothing: what is measured again is what was stored."""
     if not revalidate:
-        if _is_given(ctx, "top"):
+        if options.is_given(ctx, "top"):
             raise click.UsageError("--top says how many --revalidate measures again: it goes with --revalidate")
         return
     searching = {"block_sizes": "--block-sizes", "orders": "--order", "trials": "--trials", "strategy": "--strategy",
                  "device": "--device"}  # fmt: skip
-    given = [option for name, option in searching.items() if _is_given(ctx, name)]
+    given = [option for name, option in searching.items() if options.is_given(ctx, name)]
     if given:
         raise click.UsageError(f"{', '.join(given)} is for a search: --revalidate measures what was stored, as it was")
-
-
-def _is_given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE

@@ -48,7 +48,10 @@ def shipped_device(target: Target | str, *, name: str | None = None) -> Device:
     if found:
         return next((device for device in found if device.name == name), found[0])
     known = ", ".join(sorted({str(device.target) for device in shipped_devices()}))
-    raise ValueError(f"target must be an arch of the device table ({known}), got {target}")
+    raise ValueError(
+        f"target must be an arch of the device table ({known}), got {target}: a GPU is added as a row of "
+        "pagegen/spec/devices.csv"
+    )
 
 
 def product(target: Target | str, name: str) -> Device:
@@ -61,8 +64,15 @@ def product(target: Target | str, name: str) -> Device:
     rows = [device for device in shipped_devices() if device.target == target]
     words = re.findall(r"[a-z0-9]+", name.lower())
     exact = [device for device in rows if device.name.lower() == name.strip().lower()]
-    found = exact or [d for d in rows if words and set(words) <= set(re.findall(r"[a-z0-9]+", d.name.lower()))]
+    found = exact or [device for device in rows if _named(device, words)]
     if len(found) == 1:
         return found[0]
     names = ", ".join(device.name for device in found or rows) or "none in the device table"
-    raise ValueError(f"device must name one product of {target} ({names}), got {name!r}")
+    others = {str(d.target) for d in shipped_devices() if d.target != target and _named(d, words)} if not found else ()
+    elsewhere = f", which names one of {', '.join(sorted(others))}" if others else ""
+    raise ValueError(f"device must name one product of {target} ({names}), got {name!r}{elsewhere}")
+
+
+def _named(device: Device, words: list[str]) -> bool:
+    """Whether the words, of which there must be one, are all in the device's name."""
+    return bool(words) and set(words) <= set(re.findall(r"[a-z0-9]+", device.name.lower()))

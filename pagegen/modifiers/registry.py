@@ -51,13 +51,27 @@ class Modifier:
     def over(self, tensors: Sequence[Tensor] | None = None) -> Callable[..., Any]:
         """The function over `tensors` (default: the captured ones), in which an index outside of a tensor reads its
         nearest element, as it does in a kernel. Raises ValueError where an object that the function reads has changed
-        since it was registered, so that it computes something else now than its kernels do."""
+        since it was registered, so that it computes something else now than its kernels do; what it returns raises one
+        where the function decides in Python on a value."""
         if self.reads_objects:
             from pagegen.modifiers.tracing import check_unchanged
 
             check_unchanged(self)
         given = self.tensors.values() if tensors is None else tensors
-        return self.bound([tensor.as_subclass(_Clamped) for tensor in given])
+        function = self.bound([tensor.as_subclass(_Clamped) for tensor in given])
+
+        def called(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except RuntimeError as error:
+                if "Boolean value of Tensor" not in str(error):
+                    raise
+                raise ValueError(
+                    f"{self.kind}_mod {self.name} must not decide in Python (if, and, or, not, min, max) on what it is "
+                    "given, tensors of many values: use & | ~, torch.where, torch.minimum and torch.maximum"
+                ) from error
+
+        return called
 
 
 class _Clamped(Tensor):

@@ -55,12 +55,15 @@ def paged_attention(
     [num_seqs + 1], one query a sequence when omitted.
 
     `max_query_len` and `max_seq_len` are upper bounds for the host; without them it assumes the widest. Query i
-    of sequence s stands at position seq_lens[s] - q_len[s] + i. `window` counts keys, the query's own included;
+    of sequence s stands at position seq_lens[s] - q_len[s] + i. `scale` (default 1/sqrt(D)) multiplies the scores;
+    `causal`: a query sees no later position. `window` counts keys, the query's own included;
     `logit_softcap` c makes a score `c*tanh(score/c)`; `alibi_slopes` [Hq] adds `slope*(k_pos - q_pos)`; `sinks` [Hq]
     is one extra logit a head in the denominator. `k_scale`, `v_scale` (a float, [Hkv] or [num_blocks,
     block_size, Hkv]), `k_zero`, `v_zero` and `kv_dtype` describe a quantised cache. `tree_mask` bool [total_q,
     max_query_len] says which of this step's own tokens a query sees. `score_mod` and `mask_mod` are modifiers or their
-    names; the tensors that they captured are read as they are now, and are inputs of a compiled graph.
+    names; the tensors that they captured are read as they are now, and are inputs of a compiled graph. With
+    `batch_invariant` a sequence's result has the same bits in every batch. `variant` names a kernel in place of the
+    chosen one. `out` takes the result.
 
     Returns [total_q, Hq, Dv] in q's dtype, and with `return_lse` also float32 [total_q, Hq] (natural log). A row
     with nothing to attend gives 0 and -inf. Raises TypeError or ValueError naming the argument, what was

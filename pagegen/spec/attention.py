@@ -18,10 +18,17 @@ SCALE_GRANULARITIES = ("none", "tensor", "head", "token_head")
 class AttentionSpec:
     """One attention layer's meaning.
 
-    `scale` defaults to 1/sqrt(head_dim), `v_head_dim` to `head_dim`. `window` counts keys, the query's own
-    included. `score_mod` and `mask_mod` are names of registered modifiers. `shared_kv` is the MLA latent
-    cache: V is the first `v_head_dim` columns of K. `kv_zero_points`: an integer cache holds one zero point a token
-    and head, value = (stored - zero) * scale. dtypes may be given by name.
+    `num_q_heads` is a multiple of `num_kv_heads`; a KV head serves that many query heads in a row. `scale` defaults
+    to 1/sqrt(head_dim), `v_head_dim` to `head_dim`. `q_dtype` is that of queries and result, `kv_dtype` (default:
+    the same) what the cache means; dtypes may be given by name. `causal`: a query sees no later position. `window`
+    counts keys, the query's own included. `logit_softcap` c makes a score `c*tanh(score/c)`. `alibi`: the calls
+    bring a slope a head, `sinks`: one extra logit a head in the denominator. `kv_scale_granularity` says what has a
+    scale of its own in a quantised cache: "none", "tensor", "head" or "token_head". `kv_zero_points`: an integer
+    cache holds one zero point a token and head, value = (stored - zero) * scale. `shared_kv` is the MLA latent
+    cache: V is the first `v_head_dim` columns of K. `score_mod` and `mask_mod` are names of registered modifiers.
+    `batch_invariant`: a sequence's result has the same bits in every batch, and one variant serves all.
+
+    Raises TypeError or ValueError naming the field, what was expected and what came.
     """
 
     num_q_heads: int

@@ -65,14 +65,16 @@ def compile_facts(
     """Compiles the attention kernel for `target`, present or not, and reads its resources: for calls with or without a
     tree mask or a wish for the logarithms of the denominators, and for caches below 2^31 elements or beyond (`wide`).
 
-    Raises CompileError with the compiler's first line, and RuntimeError in an interpreting process.
+    Raises ValueError for a target without a row in the device table, before anything is compiled; CompileError with
+    the compiler's first line; and RuntimeError in an interpreting process.
     """
     form = codegen.Form(decode=decode, write_lse=write_lse, tree=tree, wide=wide, native_float8=target.native_float8)
     variant = codegen.with_warps_for(variant, form)
-    compiled = compile_kernel(spec, layout, variant, target, form)
     from pagegen.costs import shipped_device
 
-    return _facts(compiled, variant, target, shipped_device(target), "decode" if decode else "ragged")
+    device = shipped_device(target)  # first: what LLVM makes of an arch that is none (sm_9) ends the process
+    compiled = compile_kernel(spec, layout, variant, target, form)
+    return _facts(compiled, variant, target, device, "decode" if decode else "ragged")
 
 
 def compile_kernel(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shlex
 
 import pytest
 from click.testing import CliRunner
@@ -156,7 +157,28 @@ def test_show_of_what_is_no_profile_is_one_line(tmp_path, content):
     path = tmp_path / "p.json"
     if content is not None:
         path.write_text(content)
-    assert "pagegen profile list" in failure(call("show", path))
+    result = call("show", path)
+    assert result.exit_code == 2 and "pagegen profile list" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--rate-scale 2 --utilisation 0.5", "name one of them"),
+        ("--no-prefix-reuse --prefix-block-tokens 4", "does not go with --no-prefix-reuse"),
+        ("--prefix-block-tokens 4", "has none"),
+        ("--name ''", "must be a name"),
+    ],
+)
+def test_import_refuses_an_option_that_it_would_drop(trace, tmp_path, words, said):
+    result = call("import", trace, "-o", tmp_path / "p.json", *shlex.split(words))
+    assert result.exit_code == 2 and said in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_leaving_rows_out_is_offered_for_a_malformed_row_and_not_for_a_header(trace, tmp_path):
+    trace.write_text("time,prompt,output\n1,2,3\n")
+    assert "--skip-bad" not in failure(call("import", trace, "-o", tmp_path / "p.json"))
 
 
 SHARED = "arrival_s,prompt_tokens,output_tokens,prefix_hash_ids\n" + "".join(

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -100,6 +101,27 @@ def test_a_public_constant_has_a_docstring_behind_it(name):
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / module.replace(".", "/")).glob("*.py")]
     pattern = re.compile(rf'^{constant}\b[^\n]*= (?:[^\n]*|{{.*?^}})\n"""', re.MULTILINE | re.DOTALL)
     assert any(pattern.search(text) for text in texts)
+
+
+def test_the_page_on_scale_quotes_what_is_stored():
+    stored = {}
+    for name in ("database", "scale"):
+        rows = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        stored |= {row["what"]: row for row in reversed(rows)}
+    page = (DOCS / "scale.md").read_text(encoding="utf-8")
+    select = stored["first select of a process, a batch that was measured"]
+    best = stored["best_block_size, first of a process"]
+    size = stored["size"]["bytes_a_trial"]
+    tuning = stored["tuning N models x M devices x B block sizes"]
+    for cell, value in {
+        "first `select` of a process from a file": f"{select['first_ms']:.0f} ms",
+        "`best_block_size` from a file": f"{best['first_ms']:.0f} ms",
+        "a trial in SQLite, indexes and what it shares with others included": f"{size} bytes",
+        "a trial in PostgreSQL, the same": f"{stored['size on the server']['bytes_a_trial']} bytes",
+        "samples a batch": f"{tuning['samples_a_batch']:.0f}",
+        "variants compiled a kernel": f"{tuning['compiled']:.0f}",
+    }.items():
+        assert f"| {cell} | {value} |" in page, f"docs/scale.md is to say {value} for: {cell}"
 
 
 def test_the_page_of_the_command_line_names_every_command_and_option(pages):

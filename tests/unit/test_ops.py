@@ -232,6 +232,15 @@ def test_what_no_kernel_serves_is_computed_densely_and_is_right() -> None:
     torch.testing.assert_close(out, pagegen.reference_attention(**operands()), rtol=1e-5, atol=1e-5)
 
 
+def test_a_function_that_decides_in_python_on_a_value_is_refused_by_name_with_the_cure() -> None:
+    @pagegen.score_mod
+    def clipped(score: Any, batch: Any, head: Any, q_pos: Any, k_pos: Any) -> Any:
+        return min(score, 10.0)
+
+    with pytest.raises(ValueError, match="clipped must not decide in Python .*torch.minimum"):
+        pagegen.paged_attention(**operands(score_mod=clipped))
+
+
 def test_a_modifier_with_other_arguments_is_refused() -> None:
     with pytest.raises(TypeError, match="a mask_mod takes \\(batch, head, q_pos, k_pos\\), got \\(a, b\\)"):
         pagegen.mask_mod(lambda a, b: True)

@@ -206,6 +206,17 @@ def test_a_killed_driver_a_killed_station_and_a_database_that_is_down_cost_nothi
     check(url, told["answers"], alone)
 
 
+def test_a_driver_that_is_told_to_end_gives_its_leases_back(cluster, alone, postgres_place, slow):
+    url = postgres_place("told")
+    first = driver(cluster.address, url, 60.0)
+    when(lambda: trials(url) > 25, first.terminate).join()
+    first.communicate(timeout=60)
+    assert first.returncode == 3
+    with open_db(url) as db:
+        assert leases.held(db.store) == []
+    check(url, finished(driver(cluster.address, url, 60.0))["answers"], alone)
+
+
 def test_a_database_that_is_down_for_ten_seconds_costs_nothing(cluster, alone, postgres, postgres_place, slow):
     url = postgres_place("cut")
 

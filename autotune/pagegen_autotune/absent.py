@@ -11,6 +11,7 @@ from pagegen import costs, settings
 from pagegen.spec import CacheLayout
 from pagegen_autotune.cells import Cell
 from pagegen_autotune.compiling import Compilers
+from pagegen_autotune.faults import MachineFault
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.isolated import WorkerLost
 from pagegen_autotune.job import Job, kept
@@ -66,6 +67,8 @@ def predicted(
         interrupted = True
     except WorkerLost as error:
         raise CannotCompile(f"no process that compiles for {target} could be started: {error.detail}") from error
+    except MachineFault as fault:
+        raise CannotCompile(str(fault)) from fault
     finally:
         line.close()
     return {

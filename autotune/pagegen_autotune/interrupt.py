@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -45,3 +47,17 @@ class StopSignal:
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Puts the handlers of SIGINT and SIGTERM back that a library replaces. They are installed anew even where Python
+    knows of no change: `ray.init` puts one for SIGTERM beneath Python, which prints a stack and aborts."""
+    main = threading.current_thread() is threading.main_thread()
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)] if main else []
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            if handler is not None:  # a handler that C code installed, which Python cannot put back
+                signal.signal(number, handler)

@@ -18,6 +18,7 @@ import torch
 from pagegen import settings, targets
 from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Status, Target, Variant, Workload
 from pagegen_autotune import known
+from pagegen_autotune.faults import MachineFault
 from pagegen_autotune.measure import Bench, CandidateFailed, KernelBench, Verdict
 
 # A check compiles (the C++ compiler is given 120 s, a Triton kernel takes seconds) and runs two batches; a sample runs
@@ -114,7 +115,8 @@ class IsolatedBench:
         return known.compile_facts(spec, layout, variant, target, decode=decode, code_hash=code_hash)
 
     def _ask(self, name: str, arguments: tuple[Any, ...], limit_s: float) -> Any:
-        """What a call of the bench returns. Raises CandidateFailed where it failed, WorkerLost where no answer came."""
+        """What a call of the bench returns. Raises CandidateFailed where it failed, MachineFault where that is no fault
+        of the candidate, WorkerLost where no answer came."""
         if self._process is None:
             self._start()
         try:
@@ -122,6 +124,8 @@ class IsolatedBench:
         except ConnectionError:
             raise self._lost() from None
         succeeded, answer = self._receive(limit_s)
+        if isinstance(answer, MachineFault):
+            raise answer
         if not succeeded:
             raise CandidateFailed(*answer)
         return answer

@@ -32,6 +32,7 @@ from pagegen.targets import cpp_build, gpu_driver
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.errors import CompileError
 from pagegen_autotune import inputs
+from pagegen_autotune.faults import machine_fault
 from pagegen_autotune.guarded import Guarded
 
 # Largest error as a share of the row's largest value. bfloat16 rounds to 2^-9, for the weights as for the result; a
@@ -88,9 +89,13 @@ class CandidateFailed(RuntimeError):
 
 
 def classify(error: Exception) -> tuple[Status, str]:
-    """The failure class of an exception that a candidate raised, and its first line."""
+    """The failure class of an exception that a candidate raised, and its first line. Raises MachineFault for what is
+    not the candidate's."""
     if isinstance(error, CandidateFailed):
         return error.status, error.detail
+    fault = machine_fault(error)
+    if fault is not None:
+        raise fault
     detail = check.class_and_line(error)[:MAX_DETAIL]
     if isinstance(error, CompileError):
         return Status.COMPILE_ERROR, detail

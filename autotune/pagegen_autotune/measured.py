@@ -14,6 +14,7 @@ from pagegen_autotune.cells import Cell
 from pagegen_autotune.claims import Claims, Heartbeat
 from pagegen_autotune.evidence import Evidence
 from pagegen_autotune.executor import Executor
+from pagegen_autotune.faults import MachineFault
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.job import Job, kept, named
 from pagegen_autotune.ledger import Ledger
@@ -77,10 +78,12 @@ def measured(job: Job, run: Run, *, progress: bool = False, line: Progress | Non
     interrupted = False
     try:
         session.run(save)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, MachineFault) as error:
         interrupted = True
         for layout in job.layouts:
             save(next(c for c in job.cells if c.layout == layout))
+        if isinstance(error, MachineFault):
+            raise TuneError(f"{error}; what was measured is stored, run the same command again") from error
     if not interrupted:
         run.asking(job.refit)
     rows = tuple(r for r in map(row, job.layouts) if r is not None)

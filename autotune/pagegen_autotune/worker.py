@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pagegen_autotune.faults import MachineFault
 from pagegen_autotune.measure import Bench, classify
 
 # prctl(2): the signal that this process gets when its parent ends. A kernel that never returns reads no connection.
@@ -36,11 +37,14 @@ def main(descriptor: int) -> None:
 
 
 def _answer(bench: Bench, name: str, arguments: tuple[Any, ...]) -> Any:
-    """What a call returns, or the class and the first line of what it raised."""
+    """What a call returns, the class and the first line of what it raised, or the machine's fault."""
     try:
         return True, getattr(bench, name)(*arguments)
     except Exception as error:  # a candidate may fail in any way: its failure is its result
-        return False, classify(error)
+        try:
+            return False, classify(error)
+        except MachineFault as fault:
+            return False, fault
 
 
 def _end_with_parent() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import logging
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from pagegen import private, settings
 from pagegen.targets import artefacts, cpp_headers, cpu_features, ready
-from pagegen.targets.errors import CompileError
+from pagegen.targets.errors import CannotBuild, CompileError
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ TIMEOUT_S = 120.0
 KEY_VERSION = "2"  # of what a library's file holds
 DIGEST_BYTES = 32
 LITTER_S = 3600.0  # after which the folder of a compiler that was killed is removed
+# What a compiler says where the disk and not the source is at fault.
+FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS)))
 INSTALL = (
     "install a C++20 compiler with OpenMP (Debian, Ubuntu: apt-get install g++; clang++ needs libomp-dev too), "
     "or name one in CXX"
@@ -67,7 +70,7 @@ def _probe(command_line: str) -> Compiler:
         command = (str(Path(first).absolute()) if "/" in first else first, *rest)
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except (OSError, IndexError, ValueError, subprocess.SubprocessError) as error:  # ValueError: an open quotation
-        raise CompileError("cpu", "any kernel", f"the compiler {command_line!r} does not run: {INSTALL}") from error
+        raise CannotBuild("cpu", "any kernel", f"the compiler {command_line!r} does not run: {INSTALL}") from error
     return Compiler(command, done.stdout.partition("\n")[0])
 
 
@@ -112,7 +115,7 @@ def adopt(file_name: str, content: bytes) -> None:
         with _own_folder(file_name) as folder:
             folder.publish(file_name, content)
     except OSError as error:
-        raise CompileError(
+        raise CannotBuild(
             "cpu", file_name, f"the library cannot be written (set PAGEGEN_CACHE_DIR): {error}"
         ) from error
 
@@ -152,9 +155,9 @@ def _own_folder(name: str) -> private.Folder:
     try:
         return private.own_folder(settings.cache_dir() / "cpp")
     except private.NotPrivate as error:
-        raise CompileError("cpu", name, f"{error}, or set PAGEGEN_CACHE_DIR") from error
+        raise CannotBuild("cpu", name, f"{error}, or set PAGEGEN_CACHE_DIR") from error
     except OSError as error:
-        raise CompileError("cpu", name, f"the cache folder cannot be made (set PAGEGEN_CACHE_DIR): {error}") from error
+        raise CannotBuild("cpu", name, f"the cache folder cannot be made (set PAGEGEN_CACHE_DIR): {error}") from error
 
 
 def _built(folder: private.Folder, source: str, name: str, machine: tuple[str, ...]) -> tuple[str, bytes]:
@@ -205,14 +208,15 @@ def _compile(
                 if done.returncode == 0:
                     cpp_headers.drop(folder, headers_key)
             if done.returncode != 0:
-                raise CompileError("cpu", name, explained(done.stderr, compiler))
+                full = any(reason in done.stderr for reason in FULL)
+                raise (CannotBuild if full else CompileError)("cpu", name, explained(done.stderr, compiler))
             work.restrict("kernel.so")
             library = work.read("kernel.so")
         folder.publish(f"{key}.cpp", source.encode())  # beside it, for debuggers and curious people
         folder.publish(f"{key}.so", library + _digest(key, library))  # a loader ignores what follows the last section
         return library
     except OSError as error:
-        raise CompileError("cpu", name, f"the library cannot be written (set PAGEGEN_CACHE_DIR): {error}") from error
+        raise CannotBuild("cpu", name, f"the library cannot be written (set PAGEGEN_CACHE_DIR): {error}") from error
 
 
 def _run(command: list[str], name: str, folder: str) -> subprocess.CompletedProcess[str]:

@@ -19,6 +19,10 @@ class CompileError(RuntimeError):
         return f"{self.variant_name} does not compile for {self.target}: {self.detail}"
 
 
+class CannotBuild(CompileError):
+    """Nothing can be compiled here just now, whatever the kernel: no compiler runs, or what it makes cannot be kept."""
+
+
 class Unsupported(ValueError):
     """No generated kernel serves a spec on a target; `reason` is a sentence."""
 

@@ -1,6 +1,8 @@
 """A run on a cluster in a process of its own, to be killed or to work beside another.
 
 python fleet_driver.py ADDRESS DATABASE [LEASE_S]
+
+Exits with 3 where a signal ended the run early.
 """
 
 from __future__ import annotations
@@ -18,4 +20,6 @@ if __name__ == "__main__":
     report = tune_fleet(SPEC, PROFILE, address=sys.argv[1], db=sys.argv[2], block_sizes=(16,), kit=KIT, progress=False)
     resumed = sum(one.resumed for one in report.reports)
     answers = {one.device.name: answer(one) for one in report.reports}
+    if report.interrupted:
+        sys.exit(3)
     print(json.dumps({"answers": answers, "resumed": resumed, "lost": report.lost, "left_out": report.left_out}))

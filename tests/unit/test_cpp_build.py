@@ -18,7 +18,7 @@ from pagegen import paths, private
 from pagegen.codegen import cpp
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant
 from pagegen.targets import cpp_build, cpu
-from pagegen.targets.errors import CompileError
+from pagegen.targets.errors import CannotBuild, CompileError
 
 SPEC = AttentionSpec.from_model("llama-3.1-8b")
 LAYOUT = CacheLayout(block_size=16, order="HND")
@@ -214,6 +214,19 @@ def test_read_only_cache_folder_names_the_setting(cache: Path, monkeypatch: pyte
 
 
 @needs_compiler
+def test_a_disk_that_is_full_while_a_compiler_works_is_not_the_sources_fault(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "c++"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] || { echo "error: a.s: No space left on device" >&2; exit 1; }\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(CannotBuild, match="No space left on device"):
+        cpp_build.build(ANSWER, "answer")
+
+
 def test_kernel_exports_nothing_but_its_entry(cache: Path) -> None:
     """Templates' static data would be shared between libraries in one process, whatever their constants."""
     if shutil.which("nm") is None:

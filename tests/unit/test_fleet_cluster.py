@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
 from fleet_fakes import KIT, PROFILE, SPEC
-from pagegen_autotune.fleet.cluster import MAX_STARTS, Cluster
+from pagegen_autotune.fleet.cluster import MAX_STARTS, Cluster, connect
 from pagegen_autotune.fleet.station import Station
+from pagegen_autotune.interrupt import StopSignal
+from pagegen_autotune.measured import TuneError
+
+
+def test_ray_takes_no_signal_from_whom_it_is_connected_for(monkeypatch):
+    """Its own handler of SIGTERM ends a driver before leases are given back."""
+    taken = []
+
+    def init(**options):
+        taken.append(signal.signal(signal.SIGTERM, lambda number, frame: None))
+        raise ConnectionError("refused")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        StopSignal() as stop,
+        pytest.raises(TuneError, match=r"\(refused\): where .* a token it needs that of the head"),
+    ):
+        stop_handler = signal.getsignal(signal.SIGTERM)
+        try:
+            connect("auto")
+        finally:
+            assert taken == [stop_handler] == [signal.getsignal(signal.SIGTERM)] and not stop.requested
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 class RayError(Exception):

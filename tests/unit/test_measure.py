@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import pickle
 import random
 
 import pytest
 import torch
-from pagegen_autotune import inputs
+from pagegen_autotune import inputs, worker
+from pagegen_autotune.faults import MachineFault
 from pagegen_autotune.measure import KEPT_CHECKS, KernelBench, classify, compare
 from pagegen_autotune.rounds import Rounds, interleave
 
 from pagegen.reference import reference_attention
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, Profile, Status, Target, Workload
-from pagegen.targets.errors import CompileError
+from pagegen.targets.errors import CannotBuild, CompileError
 
 SPEC = AttentionSpec(num_q_heads=3, num_kv_heads=1, head_dim=32)
 LAYOUT = CacheLayout(block_size=16)
@@ -175,6 +178,22 @@ def test_every_exception_is_a_failure_class_with_one_line(error, status):
     found, detail = classify(error)
     assert found is status
     assert detail.startswith(type(error).__name__) and "\n" not in detail
+
+
+@pytest.mark.parametrize("error", [CannotBuild("cpu", "v", "a full disk"), OSError(errno.ENOSPC, "a full disk")])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_the_machine_is_at_fault_for_is_no_candidates_failure(error, wrapped):
+    raised = CompileError("sm_90", "v", "no")
+    raised.__cause__ = error
+    with pytest.raises(MachineFault, match="nothing can be compiled here: .*a full disk"):
+        classify(raised if wrapped else error)
+
+    class Full:
+        def check(self):
+            raise error
+
+    succeeded, answer = worker._answer(Full(), "check", ())
+    assert not succeeded and str(pickle.loads(pickle.dumps(answer))) == str(answer) and type(answer) is MachineFault
 
 
 def run(sample, *, variants=VARIANTS, rounds=7, more=lambda: True, seed=0):

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from fleet_fakes import KIT, PROFILE, SPEC, FleetBench, fake_device, share_nothing
 from pagegen_autotune.executor import Race
+from pagegen_autotune.faults import MachineFault
 from pagegen_autotune.fleet import libraries, station, tune_fleet
 from pagegen_autotune.fleet.cluster import connect, matches
 from pagegen_autotune.fleet.station import Builder, Kit, Station, Unsound
@@ -115,6 +116,22 @@ def test_a_variant_that_does_not_compile_fails_at_the_builder(tmp_path, monkeypa
     monkeypatch.setattr(libraries.cpp, "render_attention", lambda *arguments: "this is no C++;\n")
     built = Builder(SPEC, fake_device("fake CPU"), PROFILE).build(LAYOUT, DEFAULT)
     assert built.library is None and built.verdict.status is Status.COMPILE_ERROR and "error" in built.verdict.detail
+
+
+@needs_compiler
+def test_a_node_that_cannot_write_what_it_compiles_is_at_fault_and_not_the_variant(monkeypatch):
+    monkeypatch.setenv("PAGEGEN_CACHE_DIR", "/proc/nowhere")
+    with pytest.raises(MachineFault, match="nothing can be compiled here: the cache folder cannot be made") as raised:
+        Builder(SPEC, fake_device("fake CPU"), PROFILE).build(LAYOUT, DEFAULT)
+
+    class Full(FleetBench):
+        def check(self, layout, variants):
+            raise raised.value
+
+    one = made(replace(KIT, make=Full))
+    one.describe()
+    with pytest.raises(Unsound, match="cache folder cannot be made"):
+        one.race(race(DEFAULT, OTHER), 100.0, [])
 
 
 @pytest.mark.parametrize(("name", "cut"), [("../" + "a" * 32 + ".so", 0), ("a" * 32 + ".so", 1), ("kernel.so", 0)])

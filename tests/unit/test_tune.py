@@ -33,7 +33,7 @@ from pagegen import costs, targets
 from pagegen.db import open_db
 from pagegen.spec import CacheLayout, DispatchRule, Profile, Status, Target, Workload
 from pagegen.spec.result import COMPARE, GAUGE, PURPOSE, SESSION
-from pagegen.targets.errors import CompileError
+from pagegen.targets.errors import CannotBuild, CompileError
 
 LAYOUT = CacheLayout(block_size=16)
 CPU = Target("cpu")
@@ -136,6 +136,13 @@ def test_a_candidate_that_fails_while_timed_costs_only_itself(db, error, status)
     report = run(db, FakeBench(table(s8=0.1, s2=0.8), broken={FASTER: error}))
     assert chosen(report).streams == 2
     assert {t.status for t in db.trials(spec=SPEC, variant=FASTER)} == {status}
+
+
+def test_a_machine_that_can_compile_nothing_any_more_ends_the_run_and_fails_no_candidate(db):
+    with pytest.raises(TuneError, match=r"nothing can be compiled here: a full disk; what was measured is stored"):
+        run(db, FakeBench(table(s8=0.1), broken={FASTER: CannotBuild("cpu", "v", "a full disk")}))
+    assert {t.status for t in db.trials(spec=SPEC)} == {Status.OK}
+    assert chosen(run(db, FakeBench(table(s8=0.1)))).streams == 8
 
 
 def test_every_trial_holds_raw_samples_environment_regime_error_and_code_hash(db):

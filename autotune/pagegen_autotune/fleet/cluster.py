@@ -16,6 +16,7 @@ from typing import Any
 from pagegen import settings, targets
 from pagegen.spec import AttentionSpec, Device, Profile, Target, check
 from pagegen_autotune.fleet.station import Builder, Found, Kit, Station
+from pagegen_autotune.interrupt import handlers_kept
 from pagegen_autotune.measured import TuneError
 
 log = logging.getLogger(__name__)
@@ -79,14 +80,14 @@ def connect(address: str) -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        with handlers_kept():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except Exception as error:  # noqa: BLE001  ConnectionError, RuntimeError (other versions), ValueError, RayError, ...
-        start = "start one with ray start --head --disable-usage-stats"
-        if address != "auto":  # for those that it is given the address of, Ray looks for no token by itself
-            start = f"where it asks for a token (Ray 2.60) set RAY_AUTH_MODE=token; {start}"
-        raise TuneError(
-            f"no Ray cluster can be used at {address} ({check.first_line(error)}): {start}, or name another"
-        ) from error
+        start = "start one with ray start --head --disable-usage-stats, or name another"
+        if "Could not find any" not in str(error):  # something answered
+            mode = " and RAY_AUTH_MODE=token" if address != "auto" else ""  # by itself Ray looks for none there
+            start = f"where it asks for a token it needs that of the head (~/.ray/auth_token) here{mode}; {start}"
+        raise TuneError(f"no Ray cluster can be used at {address} ({check.first_line(error)}): {start}") from error
     return ray, True
 
 

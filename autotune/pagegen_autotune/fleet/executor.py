@@ -172,9 +172,9 @@ class RayExecutor:
                 member, part = running.pop(reference)
                 try:
                     verdicts, made = self._ray.get(reference)
-                except self._ray.exceptions.RayError as error:
+                except (self._ray.exceptions.RayError, Unsound) as error:
                     self._lose(member, error)
-                    losses.update(part)
+                    losses.update(() if isinstance(error, Unsound) else part)
                     waiting += [v for v in part if losses[v] < MAX_LOSSES]
                     detail = f"{MAX_LOSSES} stations were lost with it: {_words(error)}"
                     gone = Verdict(status=Status.RUNTIME_ERROR, detail=detail)

@@ -29,6 +29,7 @@ from pagegen.targets.errors import CompileError
 from pagegen_autotune import executor
 from pagegen_autotune.compiling import COMPILE_LIMIT_S, CompilerProcess, Task, quiet_compiler
 from pagegen_autotune.executor import Entry, Race
+from pagegen_autotune.faults import MachineFault
 from pagegen_autotune.fleet import libraries
 from pagegen_autotune.fleet.libraries import Library
 from pagegen_autotune.isolated import IsolatedBench, WorkerLost
@@ -37,7 +38,8 @@ from pagegen_autotune.rounds import Rounds
 
 
 class Unsound(RuntimeError):
-    """A device on which the default variant fails that passed on another of its kind: nothing it measures counts."""
+    """A node that is not to be used any more: the default variant fails on it that passed on another of its kind, so
+    that nothing it measures counts, or nothing can be compiled on it."""
 
 
 def device_here(gpu: bool) -> Device:
@@ -114,12 +116,15 @@ class Station:
         self, layout: CacheLayout, variants: Sequence[Variant], given: Sequence[Library]
     ) -> tuple[dict[Variant, Verdict], dict[Variant, Library]]:
         """Compiles variants, or takes compiled ones that were `given`, and compares what they compute with the
-        reference; with the verdicts, the libraries of those that passed, for other stations."""
+        reference; with the verdicts, the libraries of those that passed, for other stations. Raises Unsound."""
         libraries.adopt(given)
         bench = self._ready()
         found: dict[Variant, Verdict] = {}
         for first in range(0, len(variants), bench.workers):
-            found |= bench.check(layout, list(variants[first : first + bench.workers]))
+            try:
+                found |= bench.check(layout, list(variants[first : first + bench.workers]))
+            except MachineFault as fault:
+                raise Unsound(str(fault)) from fault
         self._verdicts |= {(layout, variant): verdict for variant, verdict in found.items()}
         passed = [v for v, verdict in found.items() if verdict.status is Status.OK]
         return found, self._kit.share(self._spec, layout, passed)
@@ -139,7 +144,10 @@ class Station:
                 raise Unsound(f"the default variant failed here and passed elsewhere: {bad[entry].detail}")
         rounds.failures.update({entry: (verdict.status, verdict.detail) for entry, verdict in bad.items()})
         sound = tuple(entry for entry in race.entries if entry not in bad)
-        executor.run(race, sound, self._ready(), rounds, more=lambda: time.monotonic() < end)
+        try:
+            executor.run(race, sound, self._ready(), rounds, more=lambda: time.monotonic() < end)
+        except MachineFault as fault:
+            raise Unsound(str(fault)) from fault
         return rounds
 
     def facts(self, layout: CacheLayout, variant: Variant, decode: bool) -> CompileFacts | None:
@@ -188,7 +196,8 @@ class Builder:
         return toolchain(self._device.target)
 
     def build(self, layout: CacheLayout, variant: Variant) -> Built:
-        """Compiles a variant: for a CPU into a library, for a GPU to see that it compiles and what its code takes."""
+        """Compiles a variant: for a CPU into a library, for a GPU to see that it compiles and what its code takes.
+        Raises MachineFault where this node can compile nothing."""
         if isinstance(variant, CppVariant):
             try:
                 return Built(library=libraries.built(self._spec, layout, variant))

@@ -15,6 +15,9 @@ IMPOSSIBLY_FAST = 0.1
 # launch's or a call's own microseconds are added, which are all that a short batch takes.
 IMPOSSIBLY_SLOW = 1000.0
 CALL_US = 50.0
+# What a thread of a CPU is allowed to read though its device says less: where others kept all cores busy meanwhile the
+# probe found a tenth of the true rate, and times that were true afterwards seemed too short.
+THREAD_GB_S = 10.0
 # Plain C++ without vector instructions, in flops a microsecond a thread: see `pagegen.costs.model.CPU_THREAD_TFLOPS`.
 PLAIN_FLOPS_PER_US = 7000.0
 # An hour for one call of one layer, where nothing is known of the device.
@@ -35,10 +38,11 @@ def bounds(spec: AttentionSpec, layout: CacheLayout, device: Device, workload: W
     """What a device can take for a batch, from its roofline; of a device without known rates only the longest."""
     if not device.bandwidth_gb_s > 0:
         return Bounds(0.0, LONGEST_US)
-    roofline = costs.roofline_us(spec, layout, device, workload)
-    slowest = roofline
+    roofline = slowest = costs.roofline_us(spec, layout, device, workload)
     if device.target.kind == "cpu":  # its roofline may know no arithmetic, which is what long queries wait for
-        slowest = max(roofline, costs.flops(spec, layout, workload) / (PLAIN_FLOPS_PER_US * max(1, device.units)))
+        threads = max(1, device.units)
+        slowest = max(roofline, costs.flops(spec, layout, workload) / (PLAIN_FLOPS_PER_US * threads))
+        roofline *= min(1.0, device.bandwidth_gb_s / (THREAD_GB_S * threads))
     return Bounds(roofline, min(LONGEST_US, IMPOSSIBLY_SLOW * (slowest + CALL_US)))
 
 

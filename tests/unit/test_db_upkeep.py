@@ -122,6 +122,7 @@ def test_times_that_cannot_be_and_came_another_way_are_found(db, measurement, wo
         trial(workload=LONG, samples_us=(2.6,), regime="warm"),
         trial(workload=Workload(context_lens=(1,)), samples_us=(40.0,)),  # launches are all that a short batch takes
         cpu_trial(workload=LONG, samples_us=(1000.0,), device=replace(CPU, bandwidth_gb_s=0.0)),
+        cpu_trial(workload=LONG, samples_us=(3e5,), device=replace(CPU, bandwidth_gb_s=1.0)),  # probed under load
         cpu_trial(workload=Workload(context_lens=(8192,), query_lens=(8192,)), samples_us=(3e6,)),
     ],
 )

@@ -129,7 +129,7 @@ def main() -> None:
     options = made.parse_args()
     torch.set_num_threads(1)
     without_kernels()
-    attention.PLANS.clear()
+    attention.forget()
     with torch.inference_mode():
         rows = measure(options.turns)
     for row in rows:

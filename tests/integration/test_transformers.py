@@ -528,7 +528,7 @@ def odd_head_dim():
 def test_serving_uses_the_kernels_prepared_for_the_spec_and_plans_nothing_more():
     """A scale that differs from the spec's in its last bit would miss every tuned kernel."""
     model = build(odd_head_dim)
-    attention.PLANS.clear()
+    attention.forget()
     plans._PREPARED.clear()
     paged = enable(model, block_size=8)
     spec = AttentionSpec.from_config(model.config)

@@ -12,9 +12,6 @@ from torch import Tensor
 from pagegen.ops import gradients
 
 Found = TypeVar("Found")
-# What torch.compile checks tensors with: dtype, device, sizes, strides, type and gradient, of five in 0.4 us where
-# `form` and its comparison take 3. It is private: without it `form` serves.
-_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 _MOST = 8  # of a step: window or none, decode or mixed
 
 
@@ -61,3 +58,21 @@ def of_the_form(tensors: Sequence[Tensor]) -> Callable[..., bool]:
         return guard
     known = form(tensors)
     return lambda *others: form(others) == known
+
+
+def _guards() -> Any:
+    """What torch.compile checks tensors with: dtype, device, sizes, strides, class and requires_grad, of five in 0.4 us
+    where `form` and its comparison take 3. It is private: None where it is not there, or not what it was in 2.10 to
+    2.13, and `form` serves."""
+    try:
+        guards: Any = torch._C._dynamo.guards.TensorGuards
+        one = torch.empty(2, 3, device="cpu")
+        like = guards(one, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
+        others = (one.half(), one[:1], one[:, :2], one.new_empty(3, 2).t(), one.clone().requires_grad_())
+        works = like(one) and like(one.clone()) and not any(map(like, others))
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return guards if works else None
+
+
+_Guards = _guards()

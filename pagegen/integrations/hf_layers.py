@@ -57,7 +57,11 @@ def _layer_spec(model: Any, layer: int, module: nn.Module | None) -> AttentionSp
     if reason:
         raise ValueError(f"{where} ({type(module).__name__}): {reason}")
     scale = getattr(module, "scaling", spec.scale)
-    window = getattr(module, "sliding_window", spec.window)
+    window = spec.window
+    if not getattr(
+        model.config, "layer_types", None
+    ):  # where there are some, modules may keep a window that is not used
+        window = getattr(module, "sliding_window", window)
     return spec.replace(
         q_dtype=model.dtype,
         kv_dtype=model.dtype,

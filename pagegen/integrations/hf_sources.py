@@ -12,11 +12,13 @@ from torch import nn
 
 
 def window_stays_behind(attention: nn.Module) -> bool:
-    """Whether the attention's class never speaks of a sliding window, so that a window of the config is in masks alone,
-    or nowhere. False where there is no source to read."""
+    """Whether the attention's class never calls anything with a sliding window, so that a window of the config is in
+    masks alone, or nowhere. False where there is no source to read."""
     kind: Any = type(attention)
     text = _source(kind)
-    return text is not None and "sliding_window" not in text
+    return text is not None and not any(
+        isinstance(node, ast.keyword) and node.arg == "sliding_window" for node in ast.walk(ast.parse(text))
+    )
 
 
 def keywords_stay_behind(model: nn.Module, attention: nn.Module) -> str | None:

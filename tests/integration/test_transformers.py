@@ -19,6 +19,8 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DynamicCache,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -52,6 +54,7 @@ from transformers import (
 
 from pagegen import AttentionSpec, CacheLayout, OutOfBlocks
 from pagegen.integrations import smollm2
+from pagegen.integrations.hf_layers import layer_specs
 from pagegen.integrations.transformers import enable
 from pagegen.ops import attention, plans
 from pagegen.serving import Request, WallClock, replay
@@ -606,7 +609,7 @@ def gemma3n():
 def gemma4():
     """Its wide layers have a head_dim of their own, which is no attribute of the whole config."""
     config = Gemma4TextConfig(
-        **SIZE, global_head_dim=32, num_global_key_value_heads=2, layer_types=MIXED, num_kv_shared_layers=0,
+        **SIZE, global_head_dim=32, num_global_key_value_heads=2, layer_types=[*MIXED], num_kv_shared_layers=0,
         hidden_size_per_layer_input=0, vocab_size_per_layer_input=128, sliding_window=8,
     )  # fmt: skip
     return Gemma4ForCausalLM(config)
@@ -681,6 +684,11 @@ def test_a_window_as_long_as_the_context_hides_nothing_and_one_that_is_not_the_l
     model.config.sliding_window = model.model.layers[2].self_attn.sliding_window = None
     with pytest.raises(ValueError, match="layer . must attend a window of 8, as its config and modules say, got"):
         model.generate(ids, max_new_tokens=4, past_key_values=paged.cache())
+
+
+def test_a_window_that_a_module_keeps_and_does_not_use_is_not_its_layers():
+    config = Exaone4Config(**SIZE, sliding_window=8, layer_types=MIXED)
+    assert [spec.window for spec in layer_specs(Exaone4ForCausalLM(config))] == [8, None, 8]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -73,14 +73,12 @@ def paged_attention(
     known = prepared.known if prepared else _known(tensors, q, k_cache, v_cache, block_table, seq_lens, options)
     if settings.check_values():
         _check_values(q, k_cache, block_table, seq_lens, options)
-    given = out is not None
     if out is None:
-        # Rows that belong to no sequence must be 0, and only a ragged call can have such rows. (A tuple: 0.4 us more.)
-        out = (q.new_zeros if known.ragged else q.new_empty)(*known.shape)
+        out = q.new_empty(*known.shape)  # a tuple: 0.4 us more
     else:
         gradients.refuse(out=out)
         checks.output(out, q, known.shape[2], k_cache, v_cache)
-    lse = _lse(q, known, return_lse)
+    lse = _lse(q, known) if return_lse else q.new_empty(0, dtype=torch.float32)
     if 0 in known.shape:
         return out, lse
     captured = operands.captures(q, options, captures) if known.modified or captures else ()
@@ -93,15 +91,17 @@ def paged_attention(
         return out, lse
     spec = prepared.plan.spec
     keys, read = operands.caches(k_cache, v_cache, spec)
-    if given and known.ragged:  # only now: nothing can be refused any more
+    if known.ragged:  # rows that belong to no sequence must be 0; only now, when nothing can be refused any more
         out.zero_()
     scales = operands.scales(k_cache, options, shared_kv=spec.shared_kv) if known.scaled else operands.NO_SCALES
     option = options.get
+    slopes, sinks = option("alibi_slopes"), option("sinks")
     prepared.kernel(  # by position: 0.5 us less
         AttentionCall(
             q, keys, read, block_table, seq_lens, option("query_start_loc"), prepared.max_query_len,
-            prepared.max_seq_len, spec.scale, _float32(option("alibi_slopes")), _float32(option("sinks")), out,
-            lse if return_lse else None, *scales, option("tree_mask"), captured,
+            prepared.max_seq_len, spec.scale, None if slopes is None else _float32(slopes),
+            None if sinks is None else _float32(sinks), out, lse if return_lse else None, *scales,
+            option("tree_mask"), captured,
         )
     )  # fmt: skip
     return out, lse
@@ -215,10 +215,8 @@ def _check_values(q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Ten
     checks.validate_batch(k_cache, block_table, seq_lens, total_q=q.shape[0], **bounds)
 
 
-def _lse(q: Tensor, known: _Known, wanted: bool) -> Tensor:
+def _lse(q: Tensor, known: _Known) -> Tensor:
     """Every row of a decode call is written. A ragged one has rows that are not: of no sequence, they are empty."""
-    if not wanted:
-        return q.new_empty(0, dtype=torch.float32)
     made: Tensor = q.new_empty(*known.shape[:2], dtype=torch.float32)  # filled at once: 0.4 us more
     return made.fill_(-math.inf) if known.ragged else made
 
@@ -230,8 +228,8 @@ def _bounds(known: _Known, options: dict[str, Any]) -> tuple[int, int]:
     return most_queries, known.keys if keys is None else min(int(keys), known.keys)
 
 
-def _float32(value: Tensor | None) -> Tensor | None:
-    return value if value is None or value.dtype is torch.float32 else value.to(torch.float32)
+def _float32(value: Tensor) -> Tensor:
+    return value if value.dtype is torch.float32 else value.to(torch.float32)
 
 
 def _plan_key(

@@ -35,6 +35,8 @@ def host_cost(document: Document) -> Section:
     claims = []
     for row in document["rows"]:
         what, whole = f"{row['call']}, over a bare operator call", f"the whole call {row['us']:.1f}"
+        if row["zeroing_us"]:
+            whole += f", of it {row['zeroing_us']:.1f} zeroing the result"
         claims.append(at_most(what, row["over_bare_us"], 10.0, "{:.1f} us", whole))
     return Section(
         title="A call's cost to the host", source="host-cost.json", command="python bench/host_cost.py",

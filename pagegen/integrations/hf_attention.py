@@ -44,6 +44,10 @@ class StepSource(Protocol):
         """The factor of this layer's scores, from what the model gave."""
         ...
 
+    def refuse_window(self, layer: int, given: int | None) -> None:
+        """Raises ValueError for another window than this layer was enabled with."""
+        ...
+
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's k_cache and v_cache, [num_blocks, block_size, num_kv_heads, head_dim]."""
         ...
@@ -73,6 +77,7 @@ def paged_attention_forward(
     _refuse(dropout, others)
     batch, _, tokens, _ = query.shape
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    pagegen.refuse_window(layer, sliding_window)
     step = pagegen.step(layer, batch, tokens, attention_mask)
     k_cache, v_cache = pagegen.blocks(layer)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

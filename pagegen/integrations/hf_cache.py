@@ -32,6 +32,12 @@ class PagedCacheBase(Cache):  # type: ignore[misc]  # transformers ships no type
         # not math.isclose: once models of two head dims were compiled, `given` is symbolic, and it takes none such
         return own if given is None or abs(given - own) <= 1e-9 * abs(own) else given
 
+    def refuse_window(self, layer: int, given: int | None) -> None:
+        """A model that has a window in its masks alone would attend what they hide."""
+        own = self._specs[layer].window
+        if given != own:
+            raise ValueError(f"layer {layer} must attend a window of {own}, as its config and modules say, got {given}")
+
     # transformers asks these of a list of layer objects, which this cache has no use for; an empty list would mean
     # that all layers are linear attention
     def __len__(self) -> int:

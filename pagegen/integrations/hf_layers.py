@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from pagegen.integrations import hf_sources
 from pagegen.spec import AttentionSpec
 
 
@@ -20,8 +21,12 @@ def layer_specs(model: Any) -> tuple[AttentionSpec, ...]:
     name = type(model).__name__
     if not getattr(type(model), "_supports_attention_backend", False):
         raise ValueError(f"{name} does not take its attention from transformers' AttentionInterface")
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} must be a decoder, got an encoder-decoder: its cross attention is not paged")
+    for crossing, called in (
+        ("is_encoder_decoder", "an encoder-decoder"),
+        ("add_cross_attention", "one for an encoder"),
+    ):
+        if getattr(config, crossing, False):
+            raise ValueError(f"{name} must be a decoder alone, got {called}: its cross attention is not paged")
     if config.get_text_config() is not config:
         raise ValueError(f"{name} is made of several models: enable its language model alone")
     modules = _attention_modules(model)
@@ -48,21 +53,27 @@ def _layer_spec(model: Any, layer: int, module: nn.Module | None) -> AttentionSp
         raise ValueError(f"{where}: {error}") from error
     if module is None:
         raise ValueError(f"{where}: no attention module was found that knows its layer")
-    reason = _refusal(model.config, layer, module, spec)
+    reason = _refusal(model, layer, module, spec)
     if reason:
         raise ValueError(f"{where} ({type(module).__name__}): {reason}")
     scale = getattr(module, "scaling", spec.scale)
+    window = spec.window
+    if not getattr(
+        model.config, "layer_types", None
+    ):  # where there are some, modules may keep a window that is not used
+        window = getattr(module, "sliding_window", window)
     return spec.replace(
         q_dtype=model.dtype,
         kv_dtype=model.dtype,
         scale=spec.scale if scale is None or math.isclose(scale, spec.scale) else float(scale),
-        window=getattr(module, "sliding_window", spec.window),
+        window=None if window is not None and hf_sources.window_stays_behind(module) else window,
         sinks=getattr(module, "sinks", None) is not None,
     )
 
 
-def _refusal(config: Any, layer: int, module: nn.Module, spec: AttentionSpec) -> str | None:
+def _refusal(model: Any, layer: int, module: nn.Module, spec: AttentionSpec) -> str | None:
     """Why this layer is not paged attention over its own cache, or None."""
+    config = model.config
     if spec.shared_kv:
         return "latent attention (MLA) caches what this integration does not write"
     if spec.mask_mod:
@@ -74,6 +85,12 @@ def _refusal(config: Any, layer: int, module: nn.Module, spec: AttentionSpec) ->
         return "it reads another layer's keys and values"
     if getattr(module, "is_causal", True) is False:
         return "bidirectional attention has no paged cache"
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    if spec.window is not None and spec.window < longest and hf_sources.window_stays_behind(module):
+        return f"its window of {spec.window} is not handed to the attention function"
+    caller = hf_sources.keywords_stay_behind(model, module)
+    if caller:
+        return f"{caller} hands it no keyword arguments, and a paged cache is one"
     head_dim = getattr(module, "head_dim", spec.head_dim)
     if head_dim != spec.head_dim:
         return f"its head_dim {head_dim} is not the config's {spec.head_dim}"

@@ -13,7 +13,8 @@ from pagegen.ops import cache_checks, checks, gradients
 from pagegen.spec import Variant, check, dtype_name, parse_dtype
 
 # of the operators' options whose default is not None
-_DEFAULTS = {"causal": True, "batch_invariant": False, "return_lse": False}
+_DEFAULTS = {"causal": True, "batch_invariant": False}
+_ATTENTION = torch.ops.pagegen.paged_attention
 
 
 def paged_attention(
@@ -69,19 +70,23 @@ def paged_attention(
     with nothing to attend gives 0 and -inf. Raises TypeError or ValueError naming the argument, what was
     expected and what came, before any memory is touched.
     """
-    options: dict[str, Any] = {
-        "query_start_loc": query_start_loc,
-        "max_query_len": max_query_len,
-        "max_seq_len": max_seq_len,
-        "scale": scale,
-        "causal": causal,
-        "batch_invariant": batch_invariant,
-        "return_lse": return_lse,
-    }
+    options: dict[str, Any] = {}  # what is not the default: each argument costs the dispatcher 0.25 us, even a default
+    if query_start_loc is not None:
+        options["query_start_loc"] = query_start_loc
+    if max_query_len is not None:
+        options["max_query_len"] = max_query_len
+    if max_seq_len is not None:
+        options["max_seq_len"] = max_seq_len
+    if scale is not None:
+        options["scale"] = scale
+    if return_lse is not False:
+        options["return_lse"] = return_lse
     is_plain = window is None and logit_softcap is None and alibi_slopes is sinks is tree_mask is None
     is_stored_as_it_is = k_scale is v_scale is None and k_zero is v_zero is None and kv_dtype is None
-    if not (is_plain and is_stored_as_it_is and v_head_dim is None and variant is None):  # naming all takes 1 us
-        options |= {
+    is_usual = causal is True and batch_invariant is False and variant is None
+    if not (is_plain and is_stored_as_it_is and is_usual and v_head_dim is None):  # looking at each takes 1 us
+        rarer = {
+            "causal": causal,
             "window": window,
             "logit_softcap": logit_softcap,
             "alibi_slopes": alibi_slopes,
@@ -93,19 +98,17 @@ def paged_attention(
             "tree_mask": tree_mask,
             "kv_dtype": _dtype_name(kv_dtype),
             "v_head_dim": v_head_dim,
+            "batch_invariant": batch_invariant,
             "variant": variant.name if isinstance(variant, Variant) else variant,
         }
-    # each argument given costs the dispatcher 0.25 us, the default or not
-    options = {n: value for n, value in options.items() if value is not None and value is not _DEFAULTS.get(n)}
+        options |= {n: value for n, value in rarer.items() if value is not None and value is not _DEFAULTS.get(n)}
     if score_mod is not None or mask_mod is not None:
         options.update(_modifiers(score_mod, mask_mod))
+    operands = (q, k_cache, v_cache, block_table, seq_lens)
     if out is None:
-        operator = torch.ops.pagegen.paged_attention.default
-        result, lse = _call(operator, q, k_cache, v_cache, block_table, seq_lens, **options)
+        result, lse = _call(_ATTENTION.default, operands, options)
     else:
-        result = out
-        operator = torch.ops.pagegen.paged_attention.out
-        lse = _call(operator, q, k_cache, v_cache, block_table, seq_lens, out=out, **options)
+        result, lse = out, _call(_ATTENTION.out, operands, {**options, "out": out})
     return (result, lse) if return_lse else result
 
 
@@ -135,12 +138,8 @@ def write_kv(
 
     One kernel launch, or one C++ call. A scale given as a float, or for only one of K and V, becomes a tensor first:
     on a GPU one small fill more. Raises TypeError or ValueError naming the argument."""
-    _call(
-        torch.ops.pagegen.write_kv.default,
-        k, v, k_cache, v_cache, slot_mapping,
-        k_scale=_scale("k_scale", k_scale, k), v_scale=_scale("v_scale", v_scale, k), k_zero=k_zero, v_zero=v_zero,
-        kv_dtype=_dtype_name(kv_dtype),
-    )  # fmt: skip
+    quantised = _quantised(k, k_scale, v_scale, k_zero, v_zero, kv_dtype)
+    _call(torch.ops.pagegen.write_kv.default, (k, v, k_cache, v_cache, slot_mapping), quantised)
 
 
 def rope_write_kv(
@@ -171,13 +170,32 @@ def rope_write_kv(
     where a block lies changes no rotation; one outside cos and sin gives an undefined rotation (but reads nothing
     outside them), and raises ValueError when PAGEGEN_CHECK=1.
     """
-    rotated: Tensor = _call(
-        torch.ops.pagegen.rope_write_kv.default,
-        q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, interleaved=interleaved,
-        k_scale=_scale("k_scale", k_scale, k), v_scale=_scale("v_scale", v_scale, k), k_zero=k_zero, v_zero=v_zero,
-        kv_dtype=_dtype_name(kv_dtype),
-    )  # fmt: skip
+    options = _quantised(k, k_scale, v_scale, k_zero, v_zero, kv_dtype)
+    if interleaved is not False:
+        options["interleaved"] = interleaved
+    operands = (q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping)
+    rotated: Tensor = _call(torch.ops.pagegen.rope_write_kv.default, operands, options)
     return rotated
+
+
+def _quantised(
+    k: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    k_zero: Tensor | None,
+    v_zero: Tensor | None,
+    kv_dtype: torch.dtype | str | None,
+) -> dict[str, Any]:
+    """What a write is told of a quantised cache."""
+    if k_scale is v_scale is None and k_zero is v_zero is None and kv_dtype is None:
+        return {}
+    return {
+        "k_scale": _scale("k_scale", k_scale, k),
+        "v_scale": _scale("v_scale", v_scale, k),
+        "k_zero": k_zero,
+        "v_zero": v_zero,
+        "kv_dtype": _dtype_name(kv_dtype),
+    }
 
 
 def update_scales(
@@ -202,7 +220,8 @@ def update_scales(
     or ValueError naming the argument."""
     operator = torch.ops.pagegen.update_scales.default
     named = _dtype_name(kv_dtype)
-    _call(operator, k, v, slot_mapping, k_scale, v_scale, k_zero=k_zero, v_zero=v_zero, kv_dtype=named)
+    options = {"k_zero": k_zero, "v_zero": v_zero, "kv_dtype": named}
+    _call(operator, (k, v, slot_mapping, k_scale, v_scale), options)
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor | Sequence[tuple[int, int]]) -> None:
@@ -216,7 +235,7 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor | Sequenc
     if not isinstance(pairs, Tensor):
         listed = cache_checks.block_pairs(pairs, k_cache.shape[0])
         pairs = torch.tensor(listed, dtype=torch.int64, device=k_cache.device).reshape(-1, 2)
-    _call(torch.ops.pagegen.copy_blocks.default, k_cache, v_cache, pairs)
+    _call(torch.ops.pagegen.copy_blocks.default, (k_cache, v_cache, pairs), {})
 
 
 def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -226,8 +245,8 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
     outweighs all finite ones; several infinite ones give their outputs' mean. Raises TypeError or ValueError naming the
     argument."""
     operator, listed = torch.ops.pagegen.merge_states, not isinstance(outs, Tensor) and not isinstance(lses, Tensor)
-    given = [_states("outs", outs, stack=not listed), _states("lses", lses, stack=not listed)]
-    merged, lse = _call(operator.list if listed else operator.default, *given)
+    given = (_states("outs", outs, stack=not listed), _states("lses", lses, stack=not listed))
+    merged, lse = _call(operator.list if listed else operator.default, given, {})
     return merged, lse
 
 
@@ -251,7 +270,7 @@ _OPERANDS = {
 }
 
 
-def _call(operator: Any, *operands: Any, **options: Any) -> Any:
+def _call(operator: Any, operands: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The operator's result. Where torch refuses a value's type, whose message may name no argument, raises TypeError
     naming it, and RuntimeError naming an operand that a transform of torch.func would differentiate."""
     if gradients.transforms_are_active():

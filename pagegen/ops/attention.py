@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagegen import settings
-from pagegen.ops import checks, gradients, operands, plans
+from pagegen.ops import checks, gradients, operands, plans, repeated
 from pagegen.ops.schemas import LIBRARY
 from pagegen.reference import reference_attention, value_width
 from pagegen.spec import AttentionSpec, CacheLayout, Variant
@@ -19,23 +20,39 @@ from pagegen.targets.call import AttentionCall, AttentionKernel
 # What a call looks like to the host -> its plan. A tuple of integers and strings costs 1 us to hash where a
 # validated AttentionSpec costs 20 us to build.
 PLANS: dict[tuple[Any, ...], plans.Plan] = {}
-# What the checks look at, of calls that passed them -> what follows from it. Checking costs 25 us, the look-up 2. The
+# What the checks look at, of calls that passed them -> what follows from it. Checking costs 25 us, the look-up 4. The
 # keys hold shapes, strides and dtypes, never a tensor; whatever differs from a call that passed is checked.
 _PASSED: dict[tuple[Any, ...], _Known] = {}
 _MOST_PASSED = 4096  # of 2 KiB each; then they are forgotten
-_UNSEEN = ("captures", "variant")  # looked at in every call
+# The last of them with their kernels: another 4 us less where a call differs in its memory alone.
+_RECENT: repeated.Recent[_Prepared] = repeated.Recent()
+_UNSEEN = ("max_seq_len", "variant")  # the form of a call does not depend on them
+_TENSORS = frozenset(("query_start_loc", "alibi_slopes", "sinks", "tree_mask", *checks.SCALES))
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the shapes and options of a call say: the key of its plan, the columns of a value, whether sequences have
-    any number of queries, and the most queries and keys that one of them can have where the caller bounds neither."""
+    """What the shapes and options of a call say: the key of its plan, the shape of its result, whether sequences have
+    any number of queries, the most queries and keys that one of them can have where the caller bounds neither, and
+    whether there are scales or modifiers."""
 
     key: tuple[Any, ...]
-    width: int
+    shape: tuple[int, int, int]
     ragged: bool
     queries: int
     keys: int
+    scaled: bool
+    modified: bool
+
+
+class _Prepared(NamedTuple):
+    """What serves a call, and the bounds it is told."""
+
+    known: _Known
+    plan: plans.Plan
+    kernel: AttentionKernel | None
+    max_query_len: int
+    max_seq_len: int
 
 
 def paged_attention(
@@ -47,58 +64,125 @@ def paged_attention(
     *,
     out: Tensor | None = None,
     return_lse: bool = False,
+    captures: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`torch.ops.pagegen.paged_attention`; see `pagegen.paged_attention` for the arguments."""
-    if q.requires_grad or k_cache.requires_grad or (v_cache is not None and v_cache.requires_grad):  # a call: 0.3 us
-        gradients.refuse(q=q, k_cache=k_cache, v_cache=v_cache)
-    seen = _seen(q, k_cache, v_cache, block_table, seq_lens, options)
-    passed = _PASSED.get(seen)
-    known = passed or _checked(q, k_cache, v_cache, block_table, seq_lens, options)
+    tensors, values = _divided(q, k_cache, v_cache, block_table, seq_lens, options)
+    prepared = _RECENT.find(tensors, values)
+    known = prepared.known if prepared else _known(tensors, q, k_cache, v_cache, block_table, seq_lens, options)
     if settings.check_values():
         _check_values(q, k_cache, block_table, seq_lens, options)
-    given = out is not None
     if out is None:
-        out = _allocate(q, known)
+        out = q.new_empty(*known.shape)  # a tuple: 0.4 us more
     else:
         gradients.refuse(out=out)
-        checks.output(out, q, known.width, k_cache, v_cache)
-    lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32) if return_lse else q.new_empty(0, dtype=torch.float32)
-    if out.numel() == 0:
+        checks.output(out, q, known.shape[2], k_cache, v_cache)
+    lse = _lse(q, known) if return_lse else q.new_empty(0, dtype=torch.float32)
+    if 0 in known.shape:
         return out, lse
-    options["captures"] = captures = operands.captures(q, options)
-    plan = PLANS.get(known.key) or _plan(known, q, k_cache, v_cache, options)
-    if passed is None:
-        _remember(seen, known)
-    max_query_len, max_seq_len = _bounds(known, options)
-    kernel = _kernel(plan, seq_lens.shape[0], max_query_len, max_seq_len, options.get("variant"))
-    if kernel is None:
+    captured = operands.captures(q, options, captures) if known.modified or captures else ()
+    if prepared is None:
+        prepared = _prepared(known, q, k_cache, v_cache, seq_lens, options)
+        _RECENT.keep(tensors, values, prepared)
+    if prepared.kernel is None:
+        options["captures"] = captured
         _dense(q, k_cache, v_cache, block_table, seq_lens, out, lse if return_lse else None, options)
         return out, lse
-    keys, values = operands.caches(k_cache, v_cache, plan.spec)
-    if given and known.ragged:  # only now: nothing can be refused any more
+    spec = prepared.plan.spec
+    keys, read = operands.caches(k_cache, v_cache, spec)
+    if known.ragged:  # rows that belong to no sequence must be 0; only now, when nothing can be refused any more
         out.zero_()
-    kernel(
+    scales = operands.scales(k_cache, options, shared_kv=spec.shared_kv) if known.scaled else operands.NO_SCALES
+    option = options.get
+    slopes, sinks = option("alibi_slopes"), option("sinks")
+    prepared.kernel(  # by position: 0.5 us less
         AttentionCall(
-            q=q,
-            k_cache=keys,
-            v_cache=values,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            query_start_loc=options.get("query_start_loc"),
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            scale=plan.spec.scale,
-            alibi_slopes=_float32(options.get("alibi_slopes")),
-            sinks=_float32(options.get("sinks")),
-            out=out,
-            lse=lse if return_lse else None,
-            tree_mask=options.get("tree_mask"),
-            captures=captures,
-            **operands.scales(k_cache, options, shared_kv=plan.spec.shared_kv),
+            q, keys, read, block_table, seq_lens, option("query_start_loc"), prepared.max_query_len,
+            prepared.max_seq_len, spec.scale, None if slopes is None else _float32(slopes),
+            None if sinks is None else _float32(sinks), out, lse if return_lse else None, *scales,
+            option("tree_mask"), captured,
         )
-    )
+    )  # fmt: skip
     return out, lse
+
+
+def forget() -> None:
+    """Every plan is looked up anew: what is prepared has changed."""
+    PLANS.clear()
+    _RECENT.clear()
+
+
+def _divided(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, options: dict[str, Any]
+) -> tuple[list[Tensor], list[Any]]:
+    """The tensors of a call, and the values of its other options behind the names of all."""
+    tensors = [q, k_cache, block_table, seq_lens]
+    values: list[Any] = [*options]
+    if v_cache is None:
+        values.append(None)
+    else:
+        tensors.append(v_cache)
+    for name, value in options.items():
+        (tensors if name in _TENSORS and value is not None else values).append(value)
+    return tensors, values
+
+
+def _known(
+    tensors: list[Tensor],
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    options: dict[str, Any],
+) -> _Known:
+    """What is known of a call. Raises TypeError or ValueError naming the argument."""
+    bounded = options.get("max_seq_len")
+    others = tuple(given for given in options.items() if given[0] not in _UNSEEN and not isinstance(given[1], Tensor))
+    seen = (repeated.form(tensors), v_cache is None, tuple(options), bounded is not None and bounded < 0, others)
+    known = _PASSED.get(seen)
+    if known is None:
+        known = _checked(q, k_cache, v_cache, block_table, seq_lens, options)
+        if len(_PASSED) >= _MOST_PASSED:
+            _PASSED.clear()
+        _PASSED[seen] = known
+    return known
+
+
+def _checked(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, options: dict[str, Any]
+) -> _Known:
+    """What follows from a call that was not seen before. Raises TypeError or ValueError naming the argument."""
+    gradients.refuse(q=q, k_cache=k_cache, v_cache=v_cache)
+    gradients.refuse(**{name: value for name, value in options.items() if name in _TENSORS})
+    _check(q, k_cache, v_cache, block_table, seq_lens, **options)
+    width = value_width(v_cache, options.get("v_head_dim"), options.get("kv_dtype"))
+    ragged = options.get("query_start_loc") is not None
+    return _Known(
+        key=_plan_key(q, k_cache, v_cache, width, options),
+        shape=(q.shape[0], q.shape[1], width),
+        ragged=ragged,
+        queries=q.shape[0] if ragged else 1,
+        keys=block_table.shape[1] * k_cache.shape[1],
+        scaled=any(options.get(name) is not None for name in checks.SCALES),
+        modified=options.get("score_mod") is not None or options.get("mask_mod") is not None,
+    )
+
+
+def _prepared(
+    known: _Known,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    seq_lens: Tensor,
+    options: dict[str, Any],
+) -> _Prepared:
+    """The plan and the kernel for a call."""
+    plan = PLANS.get(known.key) or _plan(known, q, k_cache, v_cache, options)
+    max_query_len, max_seq_len = _bounds(known, options)
+    kernel = _kernel(plan, seq_lens.shape[0], max_query_len, max_seq_len, options.get("variant"))
+    return _Prepared(known, plan, kernel, max_query_len, max_seq_len)
 
 
 def _kernel(
@@ -111,23 +195,6 @@ def _kernel(
     if plan.dense_reason is None:
         return plan.load(Variant.parse(named))
     raise ValueError(f"variant must be None where no generated kernel serves ({plan.dense_reason}), got {named}")
-
-
-def _checked(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, options: dict[str, Any]
-) -> _Known:
-    """What is known of a call that was not seen before. Raises TypeError or ValueError naming the argument."""
-    gradients.refuse(**{name: value for name, value in options.items() if isinstance(value, Tensor)})
-    _check(q, k_cache, v_cache, block_table, seq_lens, **options)
-    width = value_width(v_cache, options.get("v_head_dim"), options.get("kv_dtype"))
-    ragged = options.get("query_start_loc") is not None
-    return _Known(
-        key=_plan_key(q, k_cache, v_cache, width, options),
-        width=width,
-        ragged=ragged,
-        queries=q.shape[0] if ragged else 1,
-        keys=block_table.shape[1] * k_cache.shape[1],
-    )
 
 
 def _check(
@@ -148,38 +215,10 @@ def _check_values(q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Ten
     checks.validate_batch(k_cache, block_table, seq_lens, total_q=q.shape[0], **bounds)
 
 
-def _seen(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, options: dict[str, Any]
-) -> tuple[Any, ...]:
-    """All that `_check` and `_plan_key` look at. (One flat list: a function a tensor took 1.5 us more.)"""
-    found: list[Any] = [
-        q.shape, q.stride(), q.dtype, q.device, k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device,
-        block_table.shape, block_table.stride(), block_table.dtype, block_table.device,
-        seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.device,
-    ]  # fmt: skip
-    if v_cache is not None:
-        found += v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device
-    for name, value in options.items():
-        if isinstance(value, Tensor):
-            found += name, value.shape, value.stride(), value.dtype, value.device, gradients.wanted(value)
-        elif name == "max_seq_len":
-            found.append(value is not None and value < 0)
-        elif name not in _UNSEEN:
-            found += name, value
-    return tuple(found)
-
-
-def _remember(seen: tuple[Any, ...], known: _Known) -> None:
-    if len(_PASSED) >= _MOST_PASSED:
-        _PASSED.clear()
-    _PASSED[seen] = known
-
-
-def _allocate(q: Tensor, known: _Known) -> Tensor:
-    """Rows that belong to no sequence must be 0, and only a ragged call can have such rows."""
-    total_q, heads, _ = q.shape
-    made: Tensor = (q.new_zeros if known.ragged else q.new_empty)(total_q, heads, known.width)  # a tuple: 0.4 us more
-    return made
+def _lse(q: Tensor, known: _Known) -> Tensor:
+    """Every row of a decode call is written. A ragged one has rows that are not: of no sequence, they are empty."""
+    made: Tensor = q.new_empty(*known.shape[:2], dtype=torch.float32)  # filled at once: 0.4 us more
+    return made.fill_(-math.inf) if known.ragged else made
 
 
 def _bounds(known: _Known, options: dict[str, Any]) -> tuple[int, int]:
@@ -189,8 +228,8 @@ def _bounds(known: _Known, options: dict[str, Any]) -> tuple[int, int]:
     return most_queries, known.keys if keys is None else min(int(keys), known.keys)
 
 
-def _float32(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.to(torch.float32)
+def _float32(value: Tensor) -> Tensor:
+    return value if value.dtype is torch.float32 else value.to(torch.float32)
 
 
 def _plan_key(
@@ -215,7 +254,7 @@ def _plan(known: _Known, q: Tensor, k_cache: Tensor, v_cache: Tensor | None, opt
         num_q_heads=q.shape[1],
         num_kv_heads=k_cache.shape[2],
         head_dim=q.shape[2],
-        v_head_dim=known.width,
+        v_head_dim=known.shape[2],
         q_dtype=q.dtype,
         kv_dtype=option("kv_dtype") or k_cache.dtype,
         scale=option("scale"),  # type: ignore[arg-type]  # None is the default scale

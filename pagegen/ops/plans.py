@@ -219,4 +219,4 @@ def prepare(
 def _forget_calls() -> None:
     from pagegen.ops import attention
 
-    attention.PLANS.clear()
+    attention.forget()

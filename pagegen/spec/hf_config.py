@@ -39,11 +39,13 @@ _KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention
 def spec_from_config(config: Any, *, layer: int, kv_dtype: str | torch.dtype | None = None) -> AttentionSpec:
     """The spec of one decoder layer. See `AttentionSpec.from_config`."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = _integer(text, "num_attention_heads")
     check.integer("layer", layer, at_least=0)
     layers = _integer(text, "num_hidden_layers") if hasattr(text, "num_hidden_layers") else layer + 1
     if layer >= layers:
         raise ValueError(f"layer must be below num_hidden_layers {layers}, got {layer}")
+    if getattr(text, "is_heterogeneous", False):  # what layers differ in cannot be read off the whole (Gemma 4)
+        text = text.per_layer_config[layer]
+    heads = _integer(text, "num_attention_heads")
     model_type = getattr(text, "model_type", "")
     if model_type in _FOREIGN_MODELS:
         raise ValueError(f"config is of {model_type}, which {_FOREIGN_MODELS[model_type]}: no spec expresses that")

@@ -203,8 +203,7 @@ def test_local_specs_name_every_kernel_that_a_rank_calls(fields, monkeypatch):
     lengths, counts = zip(*batch.sequences, strict=True)
     spread = BlockSpread(ranks=2, block_size=4)
     for rank in range(2):
-        monkeypatch.setattr(attention_module, "PLANS", {})
-        monkeypatch.setattr(attention_module, "_PASSED", {})
+        attention_module.forget()
         asked.clear()
         table, *caches = dealt(batch, spread, rank)
         for window in {spec.window, None if spec.window is None else 1000}:  # one that reaches over every sequence

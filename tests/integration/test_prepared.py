@@ -19,8 +19,8 @@ LAYOUT = CacheLayout(block_size=8)
 @pytest.fixture
 def forgotten():
     """As a process begins: no plan, no kernel."""
-    for known in (attention.PLANS, plans._PREPARED):
-        known.clear()
+    attention.forget()
+    plans._PREPARED.clear()
     for cache in (plans.plan_for, targets.load_attention, cpu._toolchain):
         cache.cache_clear()
 

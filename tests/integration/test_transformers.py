@@ -19,12 +19,16 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DynamicCache,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -37,8 +41,12 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -46,6 +54,7 @@ from transformers import (
 
 from pagegen import AttentionSpec, CacheLayout, OutOfBlocks
 from pagegen.integrations import smollm2
+from pagegen.integrations.hf_layers import layer_specs
 from pagegen.integrations.transformers import enable
 from pagegen.ops import attention, plans
 from pagegen.serving import Request, WallClock, replay
@@ -528,7 +537,7 @@ def odd_head_dim():
 def test_serving_uses_the_kernels_prepared_for_the_spec_and_plans_nothing_more():
     """A scale that differs from the spec's in its last bit would miss every tuned kernel."""
     model = build(odd_head_dim)
-    attention.PLANS.clear()
+    attention.forget()
     plans._PREPARED.clear()
     paged = enable(model, block_size=8)
     spec = AttentionSpec.from_config(model.config)
@@ -597,6 +606,30 @@ def gemma3n():
     return Gemma3nForCausalLM(config)
 
 
+def gemma4():
+    """Its wide layers have a head_dim of their own, which is no attribute of the whole config."""
+    config = Gemma4TextConfig(
+        **SIZE, global_head_dim=32, num_global_key_value_heads=2, layer_types=[*MIXED], num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=128, sliding_window=8,
+    )  # fmt: skip
+    return Gemma4ForCausalLM(config)
+
+
+def phimoe(window=8):
+    """Its window is in the mask alone."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": window}
+    return PhimoeForCausalLM(PhimoeConfig(**SIZE, **experts))
+
+
+def nemotron():
+    return NemotronForCausalLM(NemotronConfig(**SIZE))
+
+
+def decoder_of_an_encoder():
+    config = GPT2Config(vocab_size=128, n_embd=64, n_layer=1, n_head=4, add_cross_attention=True)
+    return GPT2LMHeadModel(config)
+
+
 def bidirectional_gemma3():
     return Gemma3ForCausalLM(Gemma3TextConfig(**SIZE, layer_types=MIXED, use_bidirectional_attention=True))
 
@@ -625,6 +658,10 @@ def t5():
         (llama4, r"Llama4ForCausalLM layer 0 \(.*Attention\): chunked attention"),
         (bloom, "BloomForCausalLM does not take its attention from transformers' AttentionInterface"),
         (t5, "T5ForConditionalGeneration"),
+        (decoder_of_an_encoder, "GPT2LMHeadModel must be a decoder alone, got one for an encoder: its cross attention"),
+        (gemma4, r"Gemma4ForCausalLM layer 1: .* must be those of layer 0 \(2, 16, 16\), got \(2, 32, 32\)"),
+        (phimoe, r"PhimoeForCausalLM layer 0 \(PhimoeAttention\): its window of 8 is not handed to the attention"),
+        (nemotron, r"layer 0 \(NemotronAttention\): NemotronDecoderLayer hands it no keyword arguments, and a paged"),
     ],
 )
 def test_a_model_that_paged_attention_cannot_express_is_refused_by_layer_and_feature(make, message):
@@ -633,6 +670,25 @@ def test_a_model_that_paged_attention_cannot_express_is_refused_by_layer_and_fea
     with pytest.raises(ValueError, match=message):
         enable(model)
     assert model.config._attn_implementation == before
+
+
+def test_a_window_as_long_as_the_context_hides_nothing_and_one_that_is_not_the_layers_is_refused():
+    model = build(lambda: phimoe(window=SIZE["max_position_embeddings"]))
+    ids = torch.tensor(prompts_of(21))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    paged = enable(model, block_size=8)
+    assert [spec.window for spec in paged.specs] == [None] * 3
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, past_key_values=paged.cache()), expected)
+    model = build(mistral)
+    paged = enable(model, block_size=8)
+    model.config.sliding_window = model.model.layers[2].self_attn.sliding_window = None
+    with pytest.raises(ValueError, match="layer . must attend a window of 8, as its config and modules say, got"):
+        model.generate(ids, max_new_tokens=4, past_key_values=paged.cache())
+
+
+def test_a_window_that_a_module_keeps_and_does_not_use_is_not_its_layers():
+    config = Exaone4Config(**SIZE, sliding_window=8, layer_types=MIXED)
+    assert [spec.window for spec in layer_specs(Exaone4ForCausalLM(config))] == [8, None, 8]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

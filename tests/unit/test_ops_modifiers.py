@@ -102,9 +102,9 @@ def test_a_call_by_name_alone_reads_the_registered_tensors() -> None:
 def test_tensors_that_are_not_what_was_traced_are_refused_by_name(captures: list[Tensor], message: str) -> None:
     from pagegen.ops import operands as module
 
-    options = {"score_mod": head_bias.name, "mask_mod": below_limit.name, "captures": captures}
+    names = {"score_mod": head_bias.name, "mask_mod": below_limit.name}
     with pytest.raises(ValueError, match=message):
-        module.captures(operands()["q"], options)
+        module.captures(operands()["q"], names, captures)
 
 
 def test_tensors_without_a_function_that_reads_them_are_refused() -> None:

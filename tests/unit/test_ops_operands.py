@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,14 +31,15 @@ class Recorder:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """Every spec is served, by the recorder."""
     recorder = Recorder()
     monkeypatch.setattr(targets, "load_attention", recorder.load)
     monkeypatch.setattr(targets, "unsupported", lambda *_: None)
-    monkeypatch.setattr(attention, "PLANS", {})
     monkeypatch.setattr(attention.plans, "lookup", lambda *given: attention.plans.make_plan(*given, None))
-    return recorder
+    attention.forget()
+    yield recorder
+    attention.forget()
 
 
 def operands(dtype: torch.dtype = torch.int8, dim: int = DIM, **changes: Any) -> dict[str, Any]:

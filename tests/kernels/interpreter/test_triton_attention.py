@@ -139,8 +139,8 @@ def test_the_operator_runs_the_kernels_when_the_interpreter_is_the_target(monkey
     from pagegen.ops import attention
 
     monkeypatch.setenv("PAGEGEN_TARGET", "interpreter")
-    attention.PLANS.clear()
+    attention.forget()
     batch = CASES[1].batch(RAGGED)
     out, lse = pagegen.paged_attention(**batch.kwargs(), return_lse=True)
     compare(out, lse, *batch.expected(), torch.float32)
-    attention.PLANS.clear()
+    attention.forget()

@@ -116,13 +116,13 @@ class BlockPool:
         of the runs, and how many of each were named."""
         named = self.index.name(nodes, counts, blocks, self.tokens[blocks].tobytes())
         if named.joined:
-            self._free_spare(named.joined)
+            self.free_spare(named.joined)
         return named
 
     def name_again(self, node: int, block: int) -> None:
         """Lets others find the live `block` as one that holds the tokens of `node`."""
         self.index.fill(node, block)
-        self._free_spare(self.index.copies(node))
+        self.free_spare(self.index.copies(node))
 
     def make_writable(self, block: int) -> None:
         """Forgets the name of a block with one reference, whose content is about to change."""
@@ -133,7 +133,7 @@ class BlockPool:
         """Nothing that stands behind `nodes` can be found any more."""
         self._free_cached(self.index.forget_behind(nodes))
 
-    def _free_spare(self, blocks: Iterable[int]) -> None:
+    def free_spare(self, blocks: Iterable[int]) -> None:
         """Frees those of `blocks` that nobody refers to, since a live one now holds the same tokens."""
         self.index.remove(self._free_cached(dict.fromkeys(blocks)))
 

@@ -139,7 +139,8 @@ i64 entry(const Index* index, const unsigned char* digest) {
 
 // Forgets the name of a node: nothing finds it any more. It stays for as long as it has users.
 void unlink(Index* index, i32 node) {
-    i64 gap = entry(index, digest_of(index, node));
+    i64 gap = home(index, digest_of(index, node));
+    while (index->table[gap] != node) gap = (gap + 1) & index->mask;
     for (i64 at = gap;;) {  // entries behind the gap move up, unless they would come to stand before their home
         at = (at + 1) & index->mask;
         const i32 other = index->table[at];
@@ -182,18 +183,19 @@ void prune(Index* index, i32 node) {
     }
 }
 
-// The known child of a node with such tokens, 0 where there is none; `digest` becomes its name.
-i32 child_of(const Index* index, i32 parent, const unsigned char* tokens, unsigned char* digest) {
+// The known child of a node with such tokens, 0 where there is none; `digest` becomes its name, `at` its entry.
+i32 child_of(const Index* index, i32 parent, const unsigned char* tokens, unsigned char* digest, i64& at) {
     block_digest(digest_of(index, parent), tokens, static_cast<std::size_t>(index->block_bytes), digest);
-    const i32 node = index->table[entry(index, digest)];
+    at = entry(index, digest);
+    const i32 node = index->table[at];
     return node && index->parents[node] == parent && holds(index, node, tokens) ? node : 0;
 }
 
 i32 insert(Index* index, i32 parent, const unsigned char* tokens) {
     if (index->states[parent] != KNOWN) return 0;
     unsigned char digest[DIGEST_BYTES];
-    const i32 known = child_of(index, parent, tokens, digest);
-    const i64 at = entry(index, digest);
+    i64 at;
+    const i32 known = child_of(index, parent, tokens, digest, at);
     if (known || index->table[at]) return known;  // 0: a collision
     const i32 node = make(index, at, parent, digest);
     std::memcpy(tokens_of(index, node), tokens, static_cast<std::size_t>(index->block_bytes));
@@ -237,12 +239,12 @@ i64 pagegen_index_enter_root(Index* index, const unsigned char* digest) {
 
 i64 pagegen_index_walk(Index* index, i64 root, const unsigned char* tokens, i64 limit, i64 through_gaps, i32* chain) {
     i32 node = static_cast<i32>(root);
-    i64 found = 0;
+    i64 found = 0, at;
     unsigned char digest[DIGEST_BYTES];
     for (; found < limit; ++found, tokens += index->block_bytes) {
         i32 child = index->latest[node];
         if (!child || !holds(index, child, tokens)) {
-            child = child_of(index, node, tokens, digest);
+            child = child_of(index, node, tokens, digest, at);
             if (!child) break;
             index->latest[node] = child;
         }

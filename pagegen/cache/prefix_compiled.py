@@ -88,7 +88,7 @@ def source() -> str:
 
 
 def load(text: str) -> ctypes.PyDLL:
-    """The functions of a source text, to be called without letting go of the interpreter's lock. Raises CompileError."""
+    """The functions of a text, to be called without letting go of the interpreter's lock. Raises CompileError."""
     from pagegen.targets import cpp_build
     from pagegen.targets.errors import CompileError
 
@@ -228,9 +228,8 @@ class CompiledIndex(PrefixIndex):
     def fill(self, node: int, block: int) -> bool:
         return bool(self._library.pagegen_index_fill(self.address, node, block))
 
-    def remove(self, blocks: Sequence[int]) -> None:
-        self._check_named(blocks)
-        self._library.pagegen_index_remove(self.address, len(blocks), np.array(blocks, dtype=np.int32).tobytes())
+    def remove(self, blocks: Ints | Ids | Sequence[int]) -> None:
+        self._library.pagegen_index_remove(self.address, len(blocks), self._named(blocks).tobytes())
 
     def leave(self, node: int) -> None:
         self._library.pagegen_index_leave(self.address, node)

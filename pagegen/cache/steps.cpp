@@ -28,30 +28,6 @@ struct Table {
 // What a token adds to the sum of its row.
 i64 weight(i64 position, u32 token) { return static_cast<i64>((static_cast<u64>(position) * MIX | 1) * token); }
 
-// The next `count` nodes of a row: its blocks from `indexed` on, named as they lie. Returns how many had their node to
-// themselves until then, which `joined` lists.
-i64 name_row(const Table* table, Index* index, i64 row, i64 count, i64* joined) {
-    const i64 first = table->at(INDEXED, row);
-    const i32 start = static_cast<i32>(table->at(NODES, row));
-    i32 node = start;
-    i64 found = 0, done = 0;
-    for (; done < count; ++done) {
-        const i32 block = table->block(row, first + done);
-        const i32 child = insert(
-            index, node, reinterpret_cast<const unsigned char*>(table->slots + block * table->block_size));
-        if (!child) break;
-        if (fill(index, child, block)) joined[found++] = index->first[child];
-        node = child;
-    }
-    if (done) {  // the nodes behind it need it from here on
-        index->users[start] -= 1;
-        index->users[node] += 1;
-    }
-    table->at(NODES, row) = node;
-    table->at(INDEXED, row) = first + done;
-    return found;
-}
-
 }  // namespace
 
 extern "C" {
@@ -106,7 +82,15 @@ i64 pagegen_steps_announce(const Table* table, Index* index, i64 count, const i6
     for (i64 i = 0; i < count; ++i) {
         table->at(ANNOUNCED, rows[i]) = table->at(COMPUTED, rows[i]);
         table->at(COMPUTED, rows[i]) = ends[i];
-        if (const i64 more = unnamed(i)) found += name_row(table, index, rows[i], more, joined + found);
+        const i64 more = unnamed(i);
+        if (!more) continue;
+        const i32* blocks = &table->block(rows[i], table->at(INDEXED, rows[i]));
+        const Run run = name_run(
+            index, static_cast<i32>(table->at(NODES, rows[i])), more,
+            [&](i64 k) { return reinterpret_cast<unsigned char*>(table->slots + blocks[k] * table->block_size); },
+            [&](i64 k) { return blocks[k]; }, [&](i32 block) { joined[found++] = block; });
+        table->at(NODES, rows[i]) = run.last;
+        table->at(INDEXED, rows[i]) += run.named;
     }
     return found;
 }

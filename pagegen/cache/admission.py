@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagegen.cache.arrays import Ids, Packed
-from pagegen.cache.growth import write_slots
+from pagegen.cache.growth import write_tokens
 from pagegen.cache.prefix import NO_NODE
-from pagegen.cache.sequence import SequenceState, token_sum
+from pagegen.cache.sequence import SequenceState
 from pagegen.cache.window import cached_blocks, first_seen_block
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ def admit(allocator: BlockAllocator, seq_id: Hashable, packed: Packed, context: 
     table.computed[row] = table.announced[row] = cached_tokens
     table.indexed[row] = found.cached
     table.released[row] = found.first
-    write_slots(allocator, row, cached_tokens, packed[cached_tokens:])
-    table.add_to_sum(row, token_sum(first_token, packed[first_token:]))  # those written by others too
+    write_tokens(allocator, row, first_token, packed[first_token:], written=cached_tokens - first_token)
     allocator.sequences[seq_id] = state
     return cached_tokens

@@ -16,6 +16,7 @@ from pagegen.cache.growth import BlockPairs
 from pagegen.cache.pool import BlockPool, OutOfBlocks
 from pagegen.cache.prefix import NO_NODE
 from pagegen.cache.sequence import SequenceState, integer, listed, token_array
+from pagegen.cache.steps_compiled import open_steps
 from pagegen.cache.table import SequenceTable
 from pagegen.cache.view import SequenceView
 
@@ -55,6 +56,7 @@ class BlockAllocator:
             self.num_blocks, self.block_size, self.num_host_blocks, prefix_caching=self.prefix_caching
         )
         self.table = SequenceTable(self.block_size)
+        self.compiled = open_steps(self.pool)
         self.sequences: dict[Hashable, SequenceState] = {}
         self._queried_tokens = 0
         self._hit_tokens = 0

@@ -81,6 +81,9 @@ def plan_each(allocator: BlockAllocator, rows: Ints, packed: Packed) -> Growth:
 def append_each(allocator: BlockAllocator, rows: Ints, packed: Packed) -> BlockPairs:
     """`BlockAllocator.append_each`."""
     table, pool = allocator.table, allocator.pool
+    if allocator.compiled and len(packed) == len(rows) and not table.any_sharing(rows):
+        allocator.compiled.append_each(allocator, rows, packed)
+        return []
     lengths, indices, offsets, blocks, growing, unowned = plan_each(allocator, rows, packed)
     pairs: BlockPairs = []
     for i in unowned:
@@ -122,15 +125,15 @@ def own_block(allocator: BlockAllocator, row: int, index: int) -> BlockPairs:
     return [(source, target)]
 
 
-def write_tokens(allocator: BlockAllocator, row: int, start: int, packed: Packed) -> None:
-    """Notes `packed` as the tokens from `start` on, in blocks that the row has."""
-    write_slots(allocator, row, start, packed)
-    allocator.table.add_to_sum(row, token_sum(start, packed))
-
-
-def write_slots(allocator: BlockAllocator, row: int, start: int, packed: Packed) -> None:
-    """Puts `packed` into the slots of a row's positions from `start` on."""
-    allocator.pool.slots[_slots(allocator, row, start, start + len(packed))] = packed
+def write_tokens(allocator: BlockAllocator, row: int, first: int, packed: Packed, *, written: int = 0) -> None:
+    """Notes `packed` as the tokens from position `first` on, in blocks that the row has; the leading `written` of them
+    stand there already."""
+    if allocator.compiled:
+        allocator.compiled.write(allocator, row, first, packed, written)
+        return
+    end = first + len(packed)
+    allocator.pool.slots[_slots(allocator, row, first + written, end)] = packed[written:]
+    allocator.table.add_to_sum(row, token_sum(first, packed))
 
 
 def forget_tokens(allocator: BlockAllocator, row: int, start: int, end: int) -> None:

@@ -246,10 +246,9 @@ class PrefixIndex:
 
     # forgetting
 
-    def remove(self, blocks: Sequence[int]) -> None:
+    def remove(self, blocks: Ints | Ids | Sequence[int]) -> None:
         """Forgets the names of blocks. Raises KeyError for one without, and has changed nothing then."""
-        self._check_named(blocks)
-        for block in blocks:
+        for block in self._named(blocks).tolist():
             node = self.node_of.item(block)
             self.node_of[block] = NO_NODE
             left = [other for other in self.copies(node) if other != block]
@@ -262,10 +261,13 @@ class PrefixIndex:
         if len(blocks) > 1:
             self._more[node] = blocks[1:]
 
-    def _check_named(self, blocks: Sequence[int]) -> None:
-        if not self.node_of[blocks].all():
-            unnamed = next(block for block in blocks if not self.node_of[block])
-            raise KeyError(f"block {unnamed} is not in the prefix index")
+    def _named(self, blocks: Ints | Ids | Sequence[int]) -> Ids:
+        """`blocks` as an array. Raises KeyError where one has no name."""
+        found: Ids = np.asarray(blocks, dtype=np.int32)
+        nodes = self.node_of.take(found)
+        if not nodes.all():
+            raise KeyError(f"block {found[nodes == NO_NODE][0]} is not in the prefix index")
+        return found
 
     def leave(self, node: int) -> None:
         """One user of `node` less."""

@@ -1,4 +1,7 @@
-"""The prefix index in C++ (prefix_index.cpp), which names and finds whole runs of blocks in one call."""
+"""The prefix index in C++ (prefix_index.cpp), which names and finds whole runs of blocks in one call.
+
+Its library has the functions of steps.cpp too, which name blocks by the same code: `steps_compiled` calls those.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,27 @@ from pagegen.cache.prefix import DIGEST_BYTES, NO_BLOCK, NO_NODE, Named, PrefixI
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("prefix_index.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("prefix_index.cpp", "steps.cpp"))  # one text, in order
 _NODE_COLUMNS = ("states", "parents", "users", "latest", "first", "digests", "packed")
 _POINTERS = (*_NODE_COLUMNS, "free", "table", "node_of", "next_copy")
 _SPARE = 64  # rows for roots, and for nodes without blocks
+
+_NUMBER, _ADDRESS, _DATA = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what each returns, and takes behind the struct
+    "index_rehash": (None,),
+    "index_find": (_NUMBER, _DATA),
+    "index_enter_root": (_NUMBER, _DATA),
+    "index_walk": (_NUMBER, _NUMBER, _DATA, _NUMBER, _NUMBER, _ADDRESS),
+    "index_name": (_NUMBER, _NUMBER, _DATA, _DATA, _DATA, _DATA, _ADDRESS, _ADDRESS, _ADDRESS),
+    "index_fill": (_NUMBER, _NUMBER, _NUMBER),
+    "index_remove": (None, _NUMBER, _DATA),
+    "index_leave": (None, _NUMBER),
+    "index_forget_behind": (_NUMBER, _NUMBER, _DATA, _ADDRESS),
+    "steps_growing": (_NUMBER, _NUMBER, _DATA, _ADDRESS),
+    "steps_append": (None, _NUMBER, _DATA, _DATA, _NUMBER, _DATA, _NUMBER, _ADDRESS),
+    "steps_announce": (_NUMBER, _ADDRESS, _NUMBER, _DATA, _DATA, _ADDRESS, _NUMBER),
+    "steps_write": (None, _NUMBER, _NUMBER, _NUMBER, _ADDRESS, _NUMBER),
+}
 
 
 class _Arrays(ctypes.Structure):
@@ -59,32 +79,26 @@ def available() -> bool:
 @functools.cache
 def library() -> ctypes.PyDLL:
     """The compiled functions. Raises CompileError."""
-    return load(SOURCE.read_text(encoding="utf-8"))
+    return load(source())
 
 
-def load(source: str) -> ctypes.PyDLL:
-    """The functions of a source, to be called without letting go of the interpreter's lock. Raises CompileError."""
+def source() -> str:
+    """The text of all that is compiled."""
+    return "".join(path.read_text(encoding="utf-8") for path in SOURCES)
+
+
+def load(text: str) -> ctypes.PyDLL:
+    """The functions of a text, to be called without letting go of the interpreter's lock. Raises CompileError."""
     from pagegen.targets import cpp_build
     from pagegen.targets.errors import CompileError
 
     if sys.byteorder != "little":
         raise CompileError("cpu", "the prefix index", "it hashes words as they lie, little-endian")
-    loaded = cpp_build.load(source, "the prefix index")
+    loaded = cpp_build.load(text, "the prefix index")
     found = ctypes.PyDLL(str(loaded._name), handle=loaded._handle)
-    number, address, data = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
-    for name, returned, *arguments in (
-        ("rehash", None),
-        ("find", number, data),
-        ("enter_root", number, data),
-        ("walk", number, number, data, number, number, address),
-        ("name", number, number, data, data, data, data, address, address, address),
-        ("fill", number, number, number),
-        ("remove", None, number, data),
-        ("leave", None, number),
-        ("forget_behind", number, number, data, address),
-    ):
-        function = getattr(found, f"pagegen_index_{name}")
-        function.restype, function.argtypes = returned, [address, *arguments]
+    for name, (returned, *arguments) in _FUNCTIONS.items():
+        function = getattr(found, f"pagegen_{name}")
+        function.restype, function.argtypes = returned, [_ADDRESS, *arguments]
     return found
 
 
@@ -120,7 +134,7 @@ class CompiledIndex(PrefixIndex):
         self.free = np.concatenate([free, np.zeros(rows - len(free), dtype=np.int32)])
         self.table: Ids = np.zeros(2 << rows.bit_length(), dtype=np.int32)
         self._bind(len(free))
-        self._library.pagegen_index_rehash(self._address)
+        self._library.pagegen_index_rehash(self.address)
 
     def _bind(self, free_count: int) -> None:
         """Tells the compiled functions where the arrays are."""
@@ -129,7 +143,7 @@ class CompiledIndex(PrefixIndex):
             self.block_bytes, len(self.states), len(self.table) - 1, free_count,
             *(getattr(self, name).ctypes.data for name in _POINTERS),
         )  # fmt: skip
-        self._address = ctypes.addressof(self._arrays)
+        self.address = ctypes.addressof(self._arrays)
         self._set_answers(len(self.node_of))
 
     def _set_answers(self, size: int) -> None:
@@ -138,7 +152,7 @@ class CompiledIndex(PrefixIndex):
         self._answers_at: int = self._answers.ctypes.data
 
     def __getstate__(self) -> dict[str, Any]:
-        addresses = ("_library", "_arrays", "_address", "_answers", "_answers_at")
+        addresses = ("_library", "_arrays", "address", "_answers", "_answers_at")
         state = {name: value for name, value in self.__dict__.items() if name not in addresses}
         return {**state, "free": self.free[: self._arrays.free_count]}
 
@@ -156,7 +170,7 @@ class CompiledIndex(PrefixIndex):
         return found
 
     def find(self, digest: bytes) -> int:
-        node: int = self._library.pagegen_index_find(self._address, digest)
+        node: int = self._library.pagegen_index_find(self.address, digest)
         return node
 
     def digest(self, node: int) -> bytes:
@@ -191,44 +205,43 @@ class CompiledIndex(PrefixIndex):
 
     def walk(self, root: int, tokens: bytes, limit: int, *, through_gaps: bool) -> Ids:
         self._answer(limit)
-        found = self._library.pagegen_index_walk(self._address, root, tokens, limit, through_gaps, self._answers_at)
+        found = self._library.pagegen_index_walk(self.address, root, tokens, limit, through_gaps, self._answers_at)
         chain: Ids = self._answers[:found].copy()
         return chain
 
     def enter_root(self, context: bytes) -> int:
-        self._reserve(1)
-        node: int = self._library.pagegen_index_enter_root(self._address, root_digest(context))
+        self.reserve(1)
+        node: int = self._library.pagegen_index_enter_root(self.address, root_digest(context))
         return node
 
     def name(self, nodes: Ints, counts: Ints, blocks: Ids, tokens: bytes) -> Named:
         rows, total = len(nodes), len(blocks)
-        self._reserve(total)
+        self.reserve(total)
         self._answer(2 * rows + total)
         last, done, joined = self._answers_at, self._answers_at + 4 * rows, self._answers_at + 8 * rows
         found = self._library.pagegen_index_name(
-            self._address, rows, nodes.tobytes(), counts.tobytes(), blocks.tobytes(), tokens, last, done, joined
+            self.address, rows, nodes.tobytes(), counts.tobytes(), blocks.tobytes(), tokens, last, done, joined
         )
         answers = self._answers[: 2 * rows + found].copy()
         return Named(answers[:rows], answers[rows : 2 * rows], answers[2 * rows :].tolist())
 
     def fill(self, node: int, block: int) -> bool:
-        return bool(self._library.pagegen_index_fill(self._address, node, block))
+        return bool(self._library.pagegen_index_fill(self.address, node, block))
 
-    def remove(self, blocks: Sequence[int]) -> None:
-        self._check_named(blocks)
-        self._library.pagegen_index_remove(self._address, len(blocks), np.array(blocks, dtype=np.int32).tobytes())
+    def remove(self, blocks: Ints | Ids | Sequence[int]) -> None:
+        self._library.pagegen_index_remove(self.address, len(blocks), self._named(blocks).tobytes())
 
     def leave(self, node: int) -> None:
-        self._library.pagegen_index_leave(self._address, node)
+        self._library.pagegen_index_leave(self.address, node)
 
     def forget_behind(self, nodes: Sequence[int]) -> list[int]:
         self._answer(len(self.node_of))
         start = np.array(nodes, dtype=np.int32).tobytes()
-        found = self._library.pagegen_index_forget_behind(self._address, len(nodes), start, self._answers_at)
+        found = self._library.pagegen_index_forget_behind(self.address, len(nodes), start, self._answers_at)
         blocks: list[int] = self._answers[:found].tolist()
         return blocks
 
-    def _reserve(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """Sees to it that `count` rows are free."""
         if count > self._arrays.free_count:
             self._grow(max(count, len(self.states)))

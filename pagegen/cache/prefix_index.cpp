@@ -139,7 +139,8 @@ i64 entry(const Index* index, const unsigned char* digest) {
 
 // Forgets the name of a node: nothing finds it any more. It stays for as long as it has users.
 void unlink(Index* index, i32 node) {
-    i64 gap = entry(index, digest_of(index, node));
+    i64 gap = home(index, digest_of(index, node));
+    while (index->table[gap] != node) gap = (gap + 1) & index->mask;
     for (i64 at = gap;;) {  // entries behind the gap move up, unless they would come to stand before their home
         at = (at + 1) & index->mask;
         const i32 other = index->table[at];
@@ -182,19 +183,19 @@ void prune(Index* index, i32 node) {
     }
 }
 
-// The known child of a node with such tokens, 0 where there is none; `digest` becomes its name.
-i32 child_of(const Index* index, i32 parent, const unsigned char* tokens, unsigned char* digest) {
+// The known child of a node with such tokens, 0 where there is none.
+i32 child_of(const Index* index, i32 parent, const unsigned char* tokens) {
+    unsigned char digest[DIGEST_BYTES];
     block_digest(digest_of(index, parent), tokens, static_cast<std::size_t>(index->block_bytes), digest);
     const i32 node = index->table[entry(index, digest)];
     return node && index->parents[node] == parent && holds(index, node, tokens) ? node : 0;
 }
 
-i32 insert(Index* index, i32 parent, const unsigned char* tokens) {
-    if (index->states[parent] != KNOWN) return 0;
-    unsigned char digest[DIGEST_BYTES];
-    const i32 known = child_of(index, parent, tokens, digest);
+// The node of tokens behind a known parent, made if need be; `digest` is its name. 0: a collision.
+i32 insert(Index* index, i32 parent, const unsigned char* tokens, const unsigned char* digest) {
     const i64 at = entry(index, digest);
-    if (known || index->table[at]) return known;  // 0: a collision
+    if (const i32 known = index->table[at])
+        return index->parents[known] == parent && holds(index, known, tokens) ? known : 0;
     const i32 node = make(index, at, parent, digest);
     std::memcpy(tokens_of(index, node), tokens, static_cast<std::size_t>(index->block_bytes));
     index->latest[parent] = node;
@@ -210,6 +211,46 @@ bool fill(Index* index, i32 node, i32 block) {
     index->next_copy[block] = NO_BLOCK;
     index->node_of[block] = node;
     return joins;
+}
+
+// What naming a run of blocks comes to: the node of the last one named, and how many were.
+struct Run {
+    i32 last;
+    i64 named;
+};
+
+// Names `count` blocks as standing behind `start`, whose user goes over to the last of them; `tokens(i)` are those of
+// block i, `block(i)` is its number, and `joined(b)` is told of each that had its node to itself until then.
+template <typename Tokens, typename Block, typename Joined>
+Run name_run(Index* index, i32 start, i64 count, Tokens tokens, Block block, Joined joined) {
+    constexpr i64 AHEAD = 8;  // names are hashed ahead of their use, so that their entries of the table are at hand
+    unsigned char digests[AHEAD + 1][DIGEST_BYTES];
+    Run run{start, 0};
+    if (index->states[start] != KNOWN) return run;
+    std::memcpy(digests[AHEAD], digest_of(index, start), DIGEST_BYTES);
+    for (i64 begin = 0; begin < count; begin += AHEAD) {
+        const i64 end = count < begin + AHEAD ? count : begin + AHEAD;
+        const unsigned char* before = digests[AHEAD];
+        for (i64 i = begin; i < end; ++i) {
+            unsigned char* digest = digests[i - begin];
+            block_digest(before, tokens(i), static_cast<std::size_t>(index->block_bytes), digest);
+            __builtin_prefetch(index->table + home(index, digest));
+            before = digest;
+        }
+        for (i64 i = begin; i < end; ++i, ++run.named) {
+            const i32 child = insert(index, run.last, tokens(i), digests[i - begin]);
+            if (!child) break;
+            if (fill(index, child, block(i))) joined(index->first[child]);
+            run.last = child;
+        }
+        if (run.named < end) break;
+        std::memcpy(digests[AHEAD], before, DIGEST_BYTES);
+    }
+    if (run.named) {  // the nodes behind it need it from here on
+        index->users[start] -= 1;
+        index->users[run.last] += 1;
+    }
+    return run;
 }
 
 }  // namespace
@@ -238,11 +279,10 @@ i64 pagegen_index_enter_root(Index* index, const unsigned char* digest) {
 i64 pagegen_index_walk(Index* index, i64 root, const unsigned char* tokens, i64 limit, i64 through_gaps, i32* chain) {
     i32 node = static_cast<i32>(root);
     i64 found = 0;
-    unsigned char digest[DIGEST_BYTES];
     for (; found < limit; ++found, tokens += index->block_bytes) {
         i32 child = index->latest[node];
         if (!child || !holds(index, child, tokens)) {
-            child = child_of(index, node, tokens, digest);
+            child = child_of(index, node, tokens);
             if (!child) break;
             index->latest[node] = child;
         }
@@ -258,21 +298,11 @@ i64 pagegen_index_name(Index* index, i64 rows, const i64* nodes, const i64* coun
                        const unsigned char* tokens, i32* last, i32* done, i32* joined) {
     i64 found = 0;
     for (i64 row = 0; row < rows; ++row) {
-        const i32 start = static_cast<i32>(nodes[row]);
-        i32 node = start;
-        i64 i = 0;
-        for (; i < counts[row]; ++i) {
-            const i32 child = insert(index, node, tokens + i * index->block_bytes);
-            if (!child) break;
-            if (fill(index, child, blocks[i])) joined[found++] = index->first[child];
-            node = child;
-        }
-        if (i) {  // the nodes behind it need it from here on
-            index->users[start] -= 1;
-            index->users[node] += 1;
-        }
-        last[row] = node;
-        done[row] = static_cast<i32>(i);
+        const Run run = name_run(
+            index, static_cast<i32>(nodes[row]), counts[row], [&](i64 i) { return tokens + i * index->block_bytes; },
+            [&](i64 i) { return blocks[i]; }, [&](i32 block) { joined[found++] = block; });
+        last[row] = run.last;
+        done[row] = static_cast<i32>(run.named);
         blocks += counts[row];
         tokens += counts[row] * index->block_bytes;
     }
@@ -284,7 +314,11 @@ i64 pagegen_index_fill(Index* index, i64 node, i64 block) {
 }
 
 void pagegen_index_remove(Index* index, i64 count, const i32* blocks) {
+    constexpr i64 AHEAD = 8;  // what lies anywhere in memory is asked for ahead of its use: names, and their entries
     for (; count; --count, ++blocks) {
+        if (count > 2 * AHEAD) __builtin_prefetch(digest_of(index, index->node_of[blocks[2 * AHEAD]]));
+        if (count > AHEAD)
+            __builtin_prefetch(index->table + home(index, digest_of(index, index->node_of[blocks[AHEAD]])));
         const i32 node = index->node_of[*blocks];
         i32* link = &index->first[node];
         while (*link != *blocks) link = &index->next_copy[*link];

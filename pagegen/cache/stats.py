@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from pagegen.cache.allocator import BlockAllocator
 
 
-_INT_BYTES = getsizeof(2**20)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CacheStats:
     """A snapshot. Blocks are free, used (referred to) or cached (kept for their content); `shared_blocks` of the used
@@ -84,6 +81,5 @@ def bookkeeping_bytes(allocator: BlockAllocator) -> int:
     pool, table = allocator.pool, allocator.table
     arrays = pool.refs.nbytes + pool.tokens.nbytes + pool.index.nbytes + pool.cached.nbytes + table.nbytes
     containers = (pool.free, pool.host_free, table.states, allocator.sequences)
-    # a block's number is an int of its own, in the stack of free ones or wherever it goes from there
-    held = allocator.num_blocks * _INT_BYTES + sum(getsizeof(state) for state in allocator.sequences.values())
+    held = sum(getsizeof(state) for state in allocator.sequences.values())
     return arrays + sum(getsizeof(container) for container in containers) + held

@@ -63,6 +63,10 @@ def announce(allocator: BlockAllocator, rows: Ints, ends: Ints) -> BlockPairs:
     """The tokens of `rows` before `ends`, at least those already computed, are about to be computed: either all or, on
     OutOfBlocks, none. Returns the pairs to copy first."""
     table = allocator.table
+    if allocator.compiled and not table.any_sharing(rows):
+        allocator.compiled.announce(allocator, rows, ends)
+        release_unseen(allocator, rows)
+        return []
     starts, places, indices = plan(allocator, rows, ends)
     pairs: BlockPairs = []
     for place, index in zip(places.tolist(), indices.tolist(), strict=True):
@@ -75,22 +79,17 @@ def announce(allocator: BlockAllocator, rows: Ints, ends: Ints) -> BlockPairs:
     table.computed[rows] = ends
     if allocator.prefix_caching:
         _name_blocks(allocator, rows, ends // table.block_size)
-    release_unseen(allocator, rows, starts)
+    release_unseen(allocator, rows)
     return pairs
 
 
 def announce_one(allocator: BlockAllocator, row: int, end: int) -> BlockPairs:
-    """`announce` of a single row: in plain integers, which are faster, where it comes to no copy and no window."""
+    """`announce` of a single row: without arrays where nothing more is computed."""
     table = allocator.table
     start = table.computed.item(row)
-    if row in table.sharing or allocator.window is not None:
+    if end > start or row in table.sharing or allocator.window is not None:
         return announce(allocator, np.array([row]), np.array([max(start, end)]))
     table.announced[row] = start
-    if end > start:
-        table.computed[row] = end
-        first, full = table.indexed.item(row), end // table.block_size
-        if allocator.prefix_caching and full > first:
-            _name(allocator, np.array([row]), np.array([full - first]), table.blocks[row, first:full])
     return []
 
 

@@ -62,13 +62,13 @@ class SequenceTable:
         self._set_numbers(np.zeros((_COLUMNS, 0), dtype=np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
-        views = {name for name, value in self.__dict__.items() if getattr(value, "base", None) is self._numbers}
+        views = {name for name, value in self.__dict__.items() if getattr(value, "base", None) is self.numbers}
         return {name: value for name, value in self.__dict__.items() if name not in views}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled table: a view that is copied on its own has other memory."""
         self.__dict__.update(state)
-        self._set_numbers(self._numbers)
+        self._set_numbers(self.numbers)
 
     def claim(self, state: SequenceState) -> int:
         """A row for `state`, all zero."""
@@ -77,13 +77,13 @@ class SequenceTable:
         row = self._free.pop()
         self.states[row] = state
         state.row = row
-        self._numbers[:, row] = 0
+        self.numbers[:, row] = 0
         self.reshape(row)
         return row
 
     def copy_row(self, source: int, target: int) -> None:
         """Makes `target` hold what `source` does; of a step now announced, it computes nothing itself."""
-        self._numbers[:_COPIED_COLUMNS, target] = self._numbers[:_COPIED_COLUMNS, source]
+        self.numbers[:_COPIED_COLUMNS, target] = self.numbers[:_COPIED_COLUMNS, source]
         self.announced[target] = self.computed[source]
         self.blocks[target] = self.blocks[source]
 
@@ -123,7 +123,7 @@ class SequenceTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the numbers and the blocks."""
-        return self._numbers.nbytes + self.blocks.nbytes
+        return self.numbers.nbytes + self.blocks.nbytes
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -143,7 +143,7 @@ class SequenceTable:
         old = len(self.states)
         new = max(16, 2 * old)
         numbers = np.zeros((_COLUMNS, new), dtype=np.int64)
-        numbers[:, :old] = self._numbers
+        numbers[:, :old] = self.numbers
         self._set_numbers(numbers)
         blocks: Ids = np.zeros((new, self.blocks.shape[1]), dtype=np.int32)
         blocks[:old] = self.blocks
@@ -153,7 +153,7 @@ class SequenceTable:
 
     def _set_numbers(self, numbers: Ints) -> None:
         """Makes the columns views of `numbers`, [_COLUMNS, rows]."""
-        self._numbers = numbers
+        self.numbers = numbers
         self.lengths, self.computed, self.announced, self.indexed, self.nodes, self.released, self.sums = numbers[
             :_COPIED_COLUMNS
         ]

@@ -29,11 +29,12 @@ def cached_blocks(blocks: Ids, block_size: int, window: int | None, multiple: in
     return found
 
 
-def release_unseen(allocator: BlockAllocator, rows: Ints, starts: Ints) -> None:
-    """Gives back the blocks of `rows` that no query at `starts` or behind sees."""
+def release_unseen(allocator: BlockAllocator, rows: Ints) -> None:
+    """Gives back the blocks of `rows` that no query of the step now announced sees, nor a later one."""
     if allocator.window is None:
         return
     table, size = allocator.table, allocator.block_size
+    starts = table.announced.take(rows)
     # `first_seen_block`, of all rows at once
     firsts = (starts - (allocator.window - 1)).clip(min=0) // size
     for i in (firsts > table.released.take(rows)).nonzero()[0].tolist():

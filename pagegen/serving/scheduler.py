@@ -172,8 +172,8 @@ class Scheduler:
         self._flight, rows, count = None, flight.rows, flight.count
         heard: list[tuple[Job, int]] = []
         leaving: list[Hashable] = []
-        ended: list[Outcome] = []
-        sampled = 0
+        over: list[tuple[Job, Reason]] = []
+        sampled: dict[Hashable, int] = {}  # how many of a tenant
         for row, (job, query) in enumerate(rows):
             if job.gone:  # aborted meanwhile
                 leaving.append(job.id)
@@ -188,18 +188,20 @@ class Scheduler:
             job.take(token, first_end_s)
             if count > 1:
                 job.take_more(count - 1, now_s)
-            sampled += 1
-            self._line.charge(job.tenant, count * OUTPUT_TOKEN_COST)
+            sampled[job.tenant] = sampled.get(job.tenant, 0) + 1
             if job.on_token is not None:
                 heard.append((job, token))
             stopped = token in job.stop_tokens and packed is not None
             if stopped or job.generated == job.limit:
                 leaving.append(job.id)
                 job.gone = True
-                ended.append(self._end(job, "stop" if stopped else "length", now_s))
+                over.append((job, "stop" if stopped else "length"))
+        for tenant, of_tenant in sampled.items():
+            self._line.charge(tenant, of_tenant * count * OUTPUT_TOKEN_COST)
+        ended = [self._end(job, reason, now_s) for job, reason in over]
         self._counters.steps += count
         self._counters.computed_tokens += sum(step.query_lens) + (count - 1) * len(rows)
-        self._counters.output_tokens += count * sampled
+        self._counters.output_tokens += count * sum(sampled.values())
         if ended:
             self._residents.leave()
         unfreed = self._residents.release(leaving) if leaving else None

@@ -22,7 +22,7 @@ MUTANTS = [
     Mutant(
         "a hit takes no reference",
         "pool.py",
-        "        self.refs[blocks] += 1\n",
+        "        self.refs[places] = refs + 1\n",
         "        pass\n",
     ),
     Mutant(
@@ -41,14 +41,14 @@ MUTANTS = [
     Mutant(
         "a block is freed twice",
         "pool.py",
-        "        self.free.extend(spare.tolist())\n",
-        "        self.free.extend(2 * spare.tolist())\n",
+        "        self._put(spare)\n",
+        "        self._put(spare.repeat(2))\n",
     ),
     Mutant(
         "a release frees what others refer to",
         "pool.py",
-        "        unused = blocks[self.refs[blocks] == 0]\n",
-        "        unused = blocks\n",
+        "        unused = places[refs == 0]\n",
+        "        unused = places\n",
     ),
     # names
     Mutant(
@@ -118,15 +118,15 @@ MUTANTS = [
     Mutant(
         "the block used last is evicted first",
         "pool.py",
-        "            oldest = self.cached.pop(count - len(self.free)).tolist()\n",
-        "            oldest = list(self.cached)[len(self.free) - count :]\n"
-        "            self.cached.withdraw(np.array(oldest))\n",
+        "            oldest = self.cached.pop(count - len(self.free))\n",
+        "            oldest = np.array(list(self.cached)[len(self.free) - count :])\n"
+        "            self.cached.withdraw(oldest)\n",
         focus="evict",
     ),
     Mutant(
         "a hit leaves the block among those to evict",
         "pool.py",
-        "        self.cached.withdraw(blocks[self.refs[blocks] == 0])\n",
+        "        self.cached.withdraw(places[refs == 0])\n",
         "",
         focus="evict",
     ),
@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "compiled: a run is named as if all stood behind its start",
         "prefix_index.cpp",
-        "            const i32 child = insert(index, node, tokens + i * index->block_bytes);\n",
-        "            const i32 child = insert(index, start, tokens + i * index->block_bytes);\n",
+        "            const i32 child = insert(index, run.last, tokens(i), digests[i - begin]);\n",
+        "            const i32 child = insert(index, start, tokens(i), digests[i - begin]);\n",
     ),
     Mutant(
         "compiled: a node is expected that was forgotten",
@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         "compiled: what is named stays in use by who named it",
         "prefix_index.cpp",
-        "            index->users[start] -= 1;\n            index->users[node] += 1;\n",
+        "        index->users[start] -= 1;\n        index->users[run.last] += 1;\n",
         "",
     ),
     Mutant(
@@ -183,6 +183,31 @@ MUTANTS = [
         "        for (i32 node = known; node != top; node = index->parents[node]) seen[node] = where;\n",
         "",
         focus="fail",
+    ),
+    # the compiled steps
+    Mutant(
+        "compiled: a decode step writes a slot too early",
+        "steps.cpp",
+        "        slots[i] = table->block(row, place) * table->block_size + offset;\n",
+        "        slots[i] = table->block(row, place) * table->block_size + (offset ? offset - 1 : 0);\n",
+    ),
+    Mutant(
+        "compiled: a block is named before it is full",
+        "steps.cpp",
+        "return ends[i] / table->block_size - table->at(INDEXED, rows[i]);",
+        "return (ends[i] + table->block_size - 1) / table->block_size - table->at(INDEXED, rows[i]);",
+    ),
+    Mutant(
+        "compiled: what a step computes does not count",
+        "steps.cpp",
+        "        table->at(COMPUTED, rows[i]) = ends[i];\n",
+        "",
+    ),
+    Mutant(
+        "compiled: every block of a prompt gets its first tokens",
+        "steps.cpp",
+        "tokens + (position - first)",
+        "tokens",
     ),
     # block borders
     Mutant(

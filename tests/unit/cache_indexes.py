@@ -21,7 +21,7 @@ def index_class(request, monkeypatch):
 
 def changed_library(text, replacement):
     """The compiled functions of a source in which `text` was replaced."""
-    source = prefix_compiled.SOURCE.read_text(encoding="utf-8")
+    source = prefix_compiled.source()
     assert source.count(text) == 1
     return prefix_compiled.load(source.replace(text, replacement))
 

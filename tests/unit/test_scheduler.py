@@ -464,6 +464,16 @@ def test_what_the_prefix_cache_gave_is_not_charged():
     assert scheduler._line.served[1] - scheduler._line.served[0] == 1 + 2 * 2
 
 
+def test_a_tenant_whose_last_request_ends_is_charged_before_its_counter_may_go():
+    scheduler = scheduler_of(prefix=False)
+    for tenant in "ab":
+        scheduler.submit(request(tenant, prompt=4, new=1, tenant=tenant))
+    scheduler._line._sweep_at = 0  # every end looks through the counters
+    step = scheduler.schedule(0.0)
+    assert [outcome.request.id for outcome in scheduler.complete(step, [1, 1], 1.0)] == ["a", "b"]
+    assert scheduler._line.served["b"] == 4 + 2
+
+
 def test_counters_of_tenants_that_are_gone_do_not_pile_up():
     scheduler = Scheduler(CountingCache(64, 4), max_num_seqs=8, max_batch_tokens=64)
     requests = [Request(i, 4, 1, tenant=f"user {i}", arrival_s=float(i)) for i in range(5000)]

@@ -61,6 +61,23 @@ class Comparison:
         return f"won {self.won} of {self.rounds} {'fresh ' if self.fresh else ''}rounds, p = {self.p:.2g}"
 
 
+def _expected(
+    mine: Mapping[Workload, float], workload: Workload, all_known: Iterable[Mapping[Workload, float]]
+) -> float:
+    """A variant's ratio on a workload: as measured, or else its mean ratio on others, times what those that were
+    measured on both have there over their mean on the others, in the median."""
+    if workload in mine:
+        return mine[workload]
+
+    def elsewhere(known: Mapping[Workload, float]) -> float:
+        return statistics.geometric_mean(known[w] for w in mine)
+
+    both = [
+        known[workload] / elsewhere(known) for known in all_known if workload in known and mine.keys() <= known.keys()
+    ]
+    return elsewhere(mine) * (statistics.median(both) if both else 1.0)
+
+
 class Evidence:
     """The trials of one layout, indexed for comparisons with the default of a class by an objective."""
 
@@ -140,15 +157,19 @@ class Evidence:
         told = (trial.environment.get(GAUGE, "") for found in self._by_key.values() for trial in found)
         return [float(reading) for text in told for reading in text.split()]
 
-    def scores(self, loads: Loads) -> dict[Variant, float]:
-        """Each variant's objective over the default's, on those of `loads` that it was measured on: what a search goes
-        by. A decision rests on more."""
-        found = {}
-        for variant, known in self.ratios(loads).items():
-            part = [(w, weight) for w, weight in loads if w in known]
-            base = {w: self.cost_us(w) for w, _ in part}
-            found[variant] = self.objective({w: base[w] * known[w] for w in base}, part) / self.objective(base, part)
-        return found
+    def scores(self, loads: Loads, *, among: Iterable[Variant] | None = None) -> dict[Variant, float]:
+        """The objective of each variant (of those `among`) over the default's: what a search goes by. A decision rests
+        on more. On a batch that a variant was not measured on it is taken to be what the others that were are, from
+        its other batches on: scores over different batches do not compare."""
+        ratios = self.ratios(loads)
+        known = ratios if among is None else {v: ratios[v] for v in among if v in ratios}
+        base = {w: self.cost_us(w) for w, _ in loads if any(w in mine for mine in known.values())}
+        part = [(w, weight) for w, weight in loads if w in base]
+        whole = self.objective(base, part) if part else 0.0
+        return {
+            v: self.objective({w: us * _expected(mine, w, known.values()) for w, us in base.items()}, part) / whole
+            for v, mine in known.items()
+        }
 
     def drift(self, loads: Loads) -> float | None:
         """The default's time at the end of the run over that at its beginning, the median over the workloads that were

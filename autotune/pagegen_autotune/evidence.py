@@ -61,21 +61,16 @@ class Comparison:
         return f"won {self.won} of {self.rounds} {'fresh ' if self.fresh else ''}rounds, p = {self.p:.2g}"
 
 
-def _expected(
-    mine: Mapping[Workload, float], workload: Workload, all_known: Iterable[Mapping[Workload, float]]
-) -> float:
-    """A variant's ratio on a workload: as measured, or else its mean ratio on others, times what those that were
-    measured on both have there over their mean on the others, in the median."""
-    if workload in mine:
-        return mine[workload]
+def _shift(workload: Workload, others: Iterable[Workload], ratios: Iterable[Mapping[Workload, float]]) -> float:
+    """How many times as high as on `others` the variants' ratios on a workload are, in the median of those that were
+    measured on all; 1 where none were."""
+    beside = [known for known in ratios if workload in known and all(w in known for w in others)]
+    return statistics.median(known[workload] / _mean(known[w] for w in others) for known in beside) if beside else 1.0
 
-    def elsewhere(known: Mapping[Workload, float]) -> float:
-        return statistics.geometric_mean(known[w] for w in mine)
 
-    both = [
-        known[workload] / elsewhere(known) for known in all_known if workload in known and mine.keys() <= known.keys()
-    ]
-    return elsewhere(mine) * (statistics.median(both) if both else 1.0)
+def _mean(ratios: Iterable[float]) -> float:
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(sum(logs) / len(logs))
 
 
 class Evidence:
@@ -165,9 +160,18 @@ class Evidence:
         known = ratios if among is None else {v: ratios[v] for v in among if v in ratios}
         base = {w: self.cost_us(w) for w, _ in loads if any(w in mine for mine in known.values())}
         part = [(w, weight) for w, weight in loads if w in base]
-        whole = self.objective(base, part) if part else 0.0
+
+        @functools.cache
+        def shift(workload: Workload, others: tuple[Workload, ...]) -> float:
+            return _shift(workload, others, known.values())
+
+        def us(workload: Workload, mine: Mapping[Workload, float]) -> float:
+            if workload in mine:
+                return base[workload] * mine[workload]
+            return base[workload] * _mean(mine.values()) * shift(workload, tuple(mine))
+
         return {
-            v: self.objective({w: us * _expected(mine, w, known.values()) for w, us in base.items()}, part) / whole
+            v: self.objective({w: us(w, mine) for w in base}, part) / self.objective(base, part)
             for v, mine in known.items()
         }
 

@@ -55,7 +55,8 @@ def tune(
     the default variants are measured whatever it is; `budget_trials` bounds the trials (a variant on a workload)
     beside theirs. `objective` is what variants are chosen by: the "mean" step time over the profile, its "p99", or
     "cvar", the mean of its slowest 5 %; each over the batches of a class.
-    Ctrl-C and SIGTERM end the run early: the report then says `interrupted`, and the next run goes on from there.
+    Ctrl-C, SIGTERM and SIGHUP end the run early, within seconds: the report then says `interrupted`, and the next run
+    goes on from there.
     `bench` and `clock` replace what compiles, checks and times, and what tells the time. `only` names the layouts and
     for each class of batches ("decode", "mixed" or "all") the variants to measure in place of a search. `device` is the
     product of the target that is meant ("NVIDIA H200"): where this machine's is another, the run is a prediction.
@@ -88,7 +89,13 @@ def tune(
         job = Job(spec, profile, meant, store, layouts, strategy, objective, only)
         store.save_profile(profile)
         if here:
-            used = bench or stack.enter_context(_bench(spec, where, meant, profile, seed))
+            try:
+                used = bench or stack.enter_context(_bench(spec, where, meant, profile, seed, stop))
+            except KeyboardInterrupt:
+                if not stop.requested:
+                    raise
+                facts = {"kind": "measured", "rows": (), "interrupted": True}
+                return Report(profile=profile.name, device=meant, seconds=clock() - start, **facts)
             run = Run(LocalExecutor(used, clock, stop), clock, stop, budget_s, budget_trials, seed)
             facts = measured(job, run, progress=progress)
         else:
@@ -97,7 +104,7 @@ def tune(
 
 
 def _bench(
-    spec: AttentionSpec, target: Target, device: Device, profile: Profile, seed: int
+    spec: AttentionSpec, target: Target, device: Device, profile: Profile, seed: int, stop: StopSignal
 ) -> AbstractContextManager[Bench]:
     """The bench of a device that is here, in a process of its own. Score and mask functions are known to this process
     alone: kernels with one run in it."""
@@ -105,7 +112,7 @@ def _bench(
         log.warning("candidates with a score or mask function run in this process: one that crashes ends it")
         return nullcontext(KernelBench(spec, target, device, profile, seed=seed))
     try:
-        return IsolatedBench(spec, target, device, profile, seed=seed)
+        return IsolatedBench(spec, target, device, profile, seed=seed, stop=stop)
     except WorkerLost as error:
         raise TuneError(f"no process that runs candidates for {target} could be started: {error.detail}") from error
 

@@ -57,8 +57,8 @@ def tuning(document: Document) -> Section:
         ))  # fmt: skip
         claims.append(Claim(
             what=f"{case['case']}: step time over the best of the half of the rounds that was not searched",
-            found=f"{found['regret']['median']:+.1%} (p95 {found['regret']['p95']:+.1%}); by the noise of the recording the "
-            f"exhaustive search's choice: {floor['median']:+.1%} (p95 {floor['p95']:+.1%})",
+            found=f"{found['regret']['median']:+.1%} (p95 {found['regret']['p95']:+.1%}); by the recording's noise "
+            f"the exhaustive search's choice: {floor['median']:+.1%} (p95 {floor['p95']:+.1%})",
         ))  # fmt: skip
     held = [case["strategies"]["guided"]["stated_bound_held"] for case in document["cases"]]
     known = [share for share in held if share is not None]

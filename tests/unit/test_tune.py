@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from pagegen_autotune import Report, tune, tune_fleet, tuner
-from pagegen_autotune.interrupt import StopSignal
+from pagegen_autotune.interrupt import SIGNALS, StopSignal
 from pagegen_autotune.isolated import WorkerLost
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.progress import Progress
@@ -272,20 +272,21 @@ def test_ctrl_c_keeps_what_was_measured_and_a_second_run_finishes_the_rest(db, s
     assert len(second.sampled) <= len(whole.sampled) - stop_at + 64
 
 
-def test_sigterm_ends_at_a_clean_point_and_saves(db):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_a_closed_terminal_end_at_a_clean_point_and_save(db, number):
     bench = FakeBench(table(s8=0.8))
     sample = bench.sample
 
     def interrupted(*args):
         if len(bench.sampled) == 60:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         return sample(*args)
 
     bench.sample = interrupted
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(one) for one in SIGNALS]
     report = run(db, bench)
     assert report.interrupted and len(bench.sampled) == 61  # the sample in progress was finished
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert [signal.getsignal(one) for one in SIGNALS] == before
     assert saved(db) is not None
 
 

@@ -9,10 +9,15 @@ exhaustive optimum on the profile's step time with at most a tenth of the exhaus
 budget of a tenth of the trials beside the default's first and last ones. Cells are variants on batches that were
 measured at all, samples all that were taken, trials the rows that a database would hold: those of the default and of
 confirmations included. The exhaustive optimum is what a search chooses that knows all rounds of the half that may be
-seen. It is not the best of the other half either: `noise_floor` is what it loses to that, the least that the noise of
-the recording leaves to any search. For comparison: the search around the default along the axes, as many variants drawn
-at random as the search may try, and no search at all. How the search spends its trials was chosen with these recordings
-in view; constants chosen on five of them serve the sixth as well.
+seen. It is not the best of the other half either: `noise_floor` is what it loses to that, which is what the noise of
+the recording costs one that knows all it may know. For comparison: the search around the default along the axes, as
+many variants drawn at random as the search may try, and no search at all.
+
+How the search spends its trials was thought out with these recordings in view. To see what that is worth, the share of
+the variants that it may try (0.12, 0.2, 0.3), how far behind a variant is left out after one batch (15 %, 25 %) and the
+rounds of a look (5, 7) were chosen on five recordings and held against the sixth, 24 replays with other seeds each: all
+reach the target on five of the six. Without llama-3.2-1b the other five cannot tell a share of 0.12 from more, and 0.12
+reaches it there in 79 % of the replays, 0.2 in 92 % and more.
 """
 
 from __future__ import annotations

@@ -94,8 +94,10 @@ def tune(
             except KeyboardInterrupt:
                 if not stop.requested:
                     raise
-                facts = {"kind": "measured", "rows": (), "interrupted": True}
-                return Report(profile=profile.name, device=meant, seconds=clock() - start, **facts)
+                seconds = clock() - start
+                return Report(
+                    kind="measured", profile=profile.name, device=meant, rows=(), interrupted=True, seconds=seconds
+                )
             run = Run(LocalExecutor(used, clock, stop), clock, stop, budget_s, budget_trials, seed)
             facts = measured(job, run, progress=progress)
         else:

@@ -122,6 +122,15 @@ def test_where_nobody_was_measured_on_all_workloads_the_common_ones_name_the_lea
     assert "on 1 of 2 workloads" in decision(found).confidence
 
 
+def test_scores_compare_variants_that_were_measured_on_other_batches():
+    found = trials(FASTER, 0.7, loads=LOADS[:1]) + trials(FASTER, 0.98, loads=LOADS[1:])
+    found += trials(OTHER, 0.71, loads=LOADS[:1], session="alone")  # there everyone gains: it is no better than FASTER
+    scores = Evidence(found, DEFAULT).scores(LOADS)
+    assert scores[FASTER] < scores[OTHER] < 1
+    assert scores[OTHER] / scores[FASTER] == pytest.approx(0.71 / 0.7)
+    assert Evidence(found, DEFAULT).scores(LOADS, among=[OTHER])[OTHER] == pytest.approx(0.71)
+
+
 def test_no_decision_before_the_default_was_measured_on_every_workload():
     assert decision(confirmed(FASTER, 0.8, loads=LOADS[:1])) is None
     assert common_loads(Evidence([], DEFAULT), LOADS) == []

@@ -61,6 +61,18 @@ class Comparison:
         return f"won {self.won} of {self.rounds} {'fresh ' if self.fresh else ''}rounds, p = {self.p:.2g}"
 
 
+def _shift(workload: Workload, others: Iterable[Workload], ratios: Iterable[Mapping[Workload, float]]) -> float:
+    """How many times as high as on `others` the variants' ratios on a workload are, in the median of those that were
+    measured on all; 1 where none were."""
+    beside = [known for known in ratios if workload in known and all(w in known for w in others)]
+    return statistics.median(known[workload] / _mean(known[w] for w in others) for known in beside) if beside else 1.0
+
+
+def _mean(ratios: Iterable[float]) -> float:
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(sum(logs) / len(logs))
+
+
 class Evidence:
     """The trials of one layout, indexed for comparisons with the default of a class by an objective."""
 
@@ -140,15 +152,28 @@ class Evidence:
         told = (trial.environment.get(GAUGE, "") for found in self._by_key.values() for trial in found)
         return [float(reading) for text in told for reading in text.split()]
 
-    def scores(self, loads: Loads) -> dict[Variant, float]:
-        """Each variant's objective over the default's, on those of `loads` that it was measured on: what a search goes
-        by. A decision rests on more."""
-        found = {}
-        for variant, known in self.ratios(loads).items():
-            part = [(w, weight) for w, weight in loads if w in known]
-            base = {w: self.cost_us(w) for w, _ in part}
-            found[variant] = self.objective({w: base[w] * known[w] for w in base}, part) / self.objective(base, part)
-        return found
+    def scores(self, loads: Loads, *, among: Iterable[Variant] | None = None) -> dict[Variant, float]:
+        """The objective of each variant (of those `among`) over the default's: what a search goes by. A decision rests
+        on more. On a batch that a variant was not measured on it is taken to be what the others that were are, from
+        its other batches on: scores over different batches do not compare."""
+        ratios = self.ratios(loads)
+        known = ratios if among is None else {v: ratios[v] for v in among if v in ratios}
+        base = {w: self.cost_us(w) for w, _ in loads if any(w in mine for mine in known.values())}
+        part = [(w, weight) for w, weight in loads if w in base]
+
+        @functools.cache
+        def shift(workload: Workload, others: tuple[Workload, ...]) -> float:
+            return _shift(workload, others, known.values())
+
+        def us(workload: Workload, mine: Mapping[Workload, float]) -> float:
+            if workload in mine:
+                return base[workload] * mine[workload]
+            return base[workload] * _mean(mine.values()) * shift(workload, tuple(mine))
+
+        return {
+            v: self.objective({w: us(w, mine) for w in base}, part) / self.objective(base, part)
+            for v, mine in known.items()
+        }
 
     def drift(self, loads: Loads) -> float | None:
         """The default's time at the end of the run over that at its beginning, the median over the workloads that were

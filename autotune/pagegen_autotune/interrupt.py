@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a flag, so that the work at hand ends at a clean point."""
+"""Ctrl-C, SIGTERM and a terminal that closes as a flag, so that the work at hand ends at a clean point."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+# What asks a run to end: Ctrl-C, a service manager, a terminal or connection that closes (not on Windows).
+SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+
 
 class StopSignal:
-    """While entered, the first SIGINT or SIGTERM sets `requested`; `check` then raises KeyboardInterrupt. A second
+    """While entered, the first of SIGNALS sets `requested`; `check` then raises KeyboardInterrupt. A second
     one acts as it did before, so that a hang can still be broken. Outside the main thread Python delivers no signals,
     and nothing is changed."""
 
@@ -21,7 +24,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 before = signal.getsignal(number)
                 # None: a handler that C code installed and Python cannot put back; SIG_IGN: the caller (nohup) wants it
                 if before not in (None, signal.SIG_IGN):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -19,11 +20,14 @@ from pagegen import settings, targets
 from pagegen.spec import AttentionSpec, CacheLayout, CompileFacts, Device, Profile, Status, Target, Variant, Workload
 from pagegen_autotune import known
 from pagegen_autotune.faults import MachineFault
+from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.measure import Bench, CandidateFailed, KernelBench, Verdict
 
 # A check compiles (the C++ compiler is given 120 s, a Triton kernel takes seconds) and runs two batches; a sample runs
 # for milliseconds, at most a second or two where a long prefill meets a slow kernel.
 _START_LIMIT_S, CHECK_LIMIT_S, SAMPLE_LIMIT_S = 300.0, 180.0, 30.0
+# After a stop was requested: how long the worker may go on with what it does, and how often it is looked.
+_GRACE_S, _LOOK_S = 2.0, 0.2
 _ENDING_S = 10.0  # from its closed connection to the end of a process
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from pagegen_autotune.worker import main; main({descriptor})"
 
@@ -43,18 +47,20 @@ class IsolatedBench:
     `make` must be importable by its name. Results are those of the bench; besides, a variant that takes longer than
     `check_limit_s` or `sample_limit_s` has `Status.TIMEOUT`, one whose process is killed for memory `RESOURCE_LIMIT`,
     one whose process ends otherwise `RUNTIME_ERROR`. On a GPU the process is replaced after every runtime error, since
-    errors of CUDA stick to a process. Raises WorkerLost where the worker does not even start.
+    errors of CUDA stick to a process. Raises WorkerLost where the worker does not even start, and KeyboardInterrupt
+    where it does not answer soon after `stop` was requested: a compiler or a hang must not hold up the end.
     """
 
     def __init__(
         self, spec: AttentionSpec, target: Target, device: Device, profile: Profile, *, seed: int,
         make: Callable[..., Bench] = KernelBench, check_limit_s: float = CHECK_LIMIT_S,
-        sample_limit_s: float = SAMPLE_LIMIT_S,
+        sample_limit_s: float = SAMPLE_LIMIT_S, stop: StopSignal | None = None,
     ) -> None:  # fmt: skip
         self._made_by = make, (spec, target, device, profile), {"seed": seed}
         self._sticky = target.is_gpu
         self._check_limit_s = check_limit_s
         self._sample_limit_s = sample_limit_s
+        self._stop = stop or StopSignal()
         self._process: subprocess.Popen[bytes] | None = None
         self.regime, self.environment, self.workers = self._start()
 
@@ -148,9 +154,14 @@ class IsolatedBench:
     def _receive(self, limit_s: float) -> Any:
         """The worker's answer. Where none comes the worker is ended, and WorkerLost says why."""
         start = time.monotonic()
+        stopped_at = math.inf
         try:
-            if self._connection.poll(limit_s):
-                return self._connection.recv()
+            while (waited := time.monotonic() - start) < limit_s:
+                if self._connection.poll(min(_LOOK_S, limit_s - waited)):
+                    return self._connection.recv()
+                stopped_at = min(stopped_at, time.monotonic() if self._stop.requested else math.inf)
+                if time.monotonic() - stopped_at > _GRACE_S:
+                    self._stop.check()
         except (EOFError, ConnectionError):
             raise self._lost() from None
         except BaseException:  # Ctrl-C: a late answer must not be taken for that to the next question

@@ -20,9 +20,10 @@ from pagegen_autotune.job import Job, kept, named
 from pagegen_autotune.ledger import Ledger
 from pagegen_autotune.patience import Asking, at_once
 from pagegen_autotune.portfolio import Decision, decide
+from pagegen_autotune.probing import REACH
 from pagegen_autotune.progress import Progress
 from pagegen_autotune.report import Row
-from pagegen_autotune.session import REACH, Session
+from pagegen_autotune.session import Session
 
 
 class TuneError(RuntimeError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from pagegen.spec import Variant
+from pagegen.spec import Variant, Workload
 from pagegen_autotune import tree
 from pagegen_autotune.evidence import MARGIN, MIN_FRESH_ROUNDS, Evidence
 from pagegen_autotune.objective import Loads
@@ -50,9 +51,12 @@ def loads_of(loads: Loads, leaf: tree.Leaf) -> Loads:
 
 
 def proven_best(evidence: Evidence, loads: Loads, chosen: Variant) -> tree.BestOf:
-    """What may serve a part by fresh samples: what beats the chosen variant there as it must to replace the default."""
+    """What may serve a part by fresh samples: what beats the chosen variant there as it must to replace the default,
+    and was hoped to by the search's samples. A rival of the chosen one has fresh samples everywhere, and by luck some
+    part where they flatter it."""
 
     judged = judged_beside(evidence, loads, chosen)
+    ratios = {evidence.default: {w: 1.0 for w, _ in loads}, **evidence.ratios(loads)}
 
     def best_of(part: tree.Part) -> tuple[float, Variant]:
         own = [(w, weight) for w, weight in loads if w in part]
@@ -60,11 +64,17 @@ def proven_best(evidence: Evidence, loads: Loads, chosen: Variant) -> tree.BestO
         found = [(1.0, chosen)]
         for variant in judged if len(own) < len(loads) else ():
             proof = evidence.compare(variant, own, fresh=True, base=chosen)
-            found += [(proof.ratio, variant)] if proof is not None and proof.improves else []
+            hoped = _sum(evidence, own, ratios.get(variant)) <= (1 - MARGIN) * _sum(evidence, own, ratios.get(chosen))
+            found += [(proof.ratio, variant)] if hoped and proof is not None and proof.improves else []
         ratio, variant = min(found, key=lambda f: (f[0], resources(f[1]), f[1].name))
         return cost * ratio, variant
 
     return best_of
+
+
+def _sum(evidence: Evidence, part: Loads, ratios: Mapping[Workload, float] | None) -> float:
+    """The time of a part by the search's samples; as the default where they say nothing."""
+    return sum(weight * evidence.cost_us(w) * (ratios or {}).get(w, 1.0) for w, weight in part)
 
 
 def hoped_best(evidence: Evidence, loads: Loads, chosen: Variant) -> tree.BestOf:

@@ -19,6 +19,8 @@ from pagegen_autotune.space import resources
 TIE = 0.01
 # Leaders that get fresh samples: each further one is another chance for luck.
 MAX_JUDGED = 3
+# With 5 % of noise in a ratio, the medians of a search's five to seven rounds are 3 % off one from another by luck.
+UNSURE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +96,22 @@ def best(evidence: Evidence, loads: Loads) -> Comparison | None:
     return _leanest(improving)
 
 
-def leader(evidence: Evidence, loads: Loads) -> Variant | None:
-    """The variant that fresh samples should be taken of next: by the search's samples faster than the default by the
-    margin, and than every variant already proven better. None when there is no such variant, or enough were judged."""
+def leaders(evidence: Evidence, loads: Loads) -> list[Variant]:
+    """The variants that fresh samples should be taken of next, the first one before all: by the search's samples faster
+    than the default by the margin, and than every variant already proven better; then those that the search's samples
+    cannot tell from it. None when there is no such variant, or enough were judged."""
     proven = evidence.comparisons(loads, fresh=True)
     judged = {c.variant for c in proven if c.rounds >= MIN_FRESH_ROUNDS}
-    if len(judged) >= MAX_JUDGED:
-        return None
     # what was proven is no luck, what the search saw may be: it must look better by more than a tie
     bar = min([1 - MARGIN, *((1 - TIE) * c.ratio for c in proven if c.improves)])
     found = [c for c in evidence.comparisons(common_loads(evidence, loads), fresh=False) if c.variant not in judged]
     found = [c for c in found if c.ratio <= bar]
-    return _leanest(found).variant if found else None
+    if not found:
+        return []
+    first = _leanest(found)
+    near = [c for c in found if c != first and c.ratio <= (1 + UNSURE) * first.ratio]
+    near.sort(key=lambda c: (c.ratio, resources(c.variant), c.variant.name))
+    return [c.variant for c in (first, *near)][: max(0, MAX_JUDGED - len(judged))]
 
 
 def _leanest(found: Sequence[Comparison]) -> Comparison:

@@ -23,7 +23,7 @@ STEP_GAIN = 0.99
 MAX_STEPS = 3
 # Guided: spaces up to so many variants are measured whole; of larger ones a share, and no more than MOST. Most leave
 # after two rounds on one batch, so that their trials are a smaller share of all.
-SMALL, SHARE, MOST = 24, 0.12, 64
+SMALL, SHARE, MOST = 24, 0.2, 64
 # Seeds and the model's favourites that join the start's neighbours in the first batch; the size of each batch after it.
 SEEDS, FAVOURITES, BATCH = 4, 4, 6
 STEPS = 4

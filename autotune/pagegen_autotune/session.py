@@ -5,37 +5,35 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from pagegen.spec import Variant, Workload
 from pagegen.spec.result import AFTER, BASELINE, COMPARE, CONFIRM, SEARCH
-from pagegen_autotune import roofline
+from pagegen_autotune import probing, roofline
 from pagegen_autotune.cells import Cell, Contender
 from pagegen_autotune.claims import Claims
 from pagegen_autotune.evidence import Evidence
 from pagegen_autotune.executor import Executor, Race
 from pagegen_autotune.interrupt import StopSignal
 from pagegen_autotune.ledger import Ledger
-from pagegen_autotune.objective import Objective
+from pagegen_autotune.objective import Loads, Objective
 from pagegen_autotune.partition import divisions
-from pagegen_autotune.portfolio import best, leader
+from pagegen_autotune.portfolio import best, leaders
+from pagegen_autotune.probing import ENOUGH_ROUNDS, REACH
 from pagegen_autotune.progress import Progress
 from pagegen_autotune.search import Strategy
 from pagegen_autotune.trials import BaselineFailed, Trials
 
 ROUNDS = 7
-# Five rounds make a median; a trial with fewer is measured again by the next run, unless it was eliminated.
-ENOUGH_ROUNDS = 5
 CONFIRM_ROUNDS, AFTER_ROUNDS = 9, 3
-# A variant that takes over 5 % longer than the best on the heaviest batch, and on the one that differs most from it
-# among those with a twentieth of the time or more, is not measured on the class's others; one that takes over 25 %
-# longer not even on the second.
-REACH, FAR, PROBE_SHARE, PROBES = 0.05, 0.25, 0.05, 2
 # Of a budget: when measuring ends, since storing and a last call take time; the defaults' extra rounds; what is kept
-# for comparing layouts. Of a cell's share: the search, and within it what compiling may take.
-END, BASELINE_SHARE, COMPARE_SHARE, SEARCH_SHARE, COMPILE_SHARE = 0.95, 0.2, 0.1, 0.75, 0.6
-SEARCH_TRIALS = 0.85  # of a cell's trials: the search; the rest confirms
+# for comparing layouts. Of a share what compiling may take.
+END, BASELINE_SHARE, COMPARE_SHARE, COMPILE_SHARE = 0.95, 0.2, 0.1, 0.6
+# Of a cell's share of the time: when looking around ends, and when the other batches of what is near the best are
+# measured; the rest confirms. Of its trials as many are kept as it takes to measure some finalists on the other
+# batches, and as it takes to confirm one beside a rival, but no more than a quarter for either.
+EXPLORE_SHARE, SEARCH_SHARE = 0.75, 0.85
+FINALISTS, RIVALS, KEPT_SHARE = 3, 1, 0.25
 EQUAL_SHARE = 0.5  # of a share: what goes to all cells alike, since compiling takes as long whatever their calls take
 
 
@@ -138,108 +136,100 @@ class Session:
 
     def _search(self, cell: Cell, *, until: float, trials: float) -> None:
         self._line.at(cell.name)
-        search_until = self._clock() + SEARCH_SHARE * (until - self._clock())
-        begun = self._trials.begun
-        search_trials = begun + SEARCH_TRIALS * (trials - begun)
         earlier = self.cells[: self.cells.index(cell)]
         won = [best(self.evidence(c), c.loads) for c in earlier if c.batches == cell.batches]
         cell.space.seed(winner.variant for winner in won if winner)  # block sizes have much in common
+        probes = probing.probes(self.evidence(cell), cell.loads, self._reach)
+        now, left = self._clock(), trials - self._trials.begun
+        others, all_of = len(cell.loads) - len(probes), len(cell.loads)
+        search_until, search_trials = now + SEARCH_SHARE * (until - now), _less(trials, left, (2 + RIVALS) * all_of)
+        explore_until, explore_trials = (
+            now + EXPLORE_SHARE * (until - now),
+            _less(search_trials, left, (1 + FINALISTS) * others),
+        )
         search = self._strategy(cell.space)
-        batch = next(search, [])
-        while batch and self._measure(cell, batch, search_until, search_trials):
-            scores = self.evidence(cell).scores(cell.loads)
+        batch, seen = next(search, []), list[Variant]()
+        rounds = ROUNDS if len(probes) == len(cell.loads) else ENOUGH_ROUNDS
+        while batch and self._measure(cell, batch, probes, rounds, explore_until, explore_trials):
+            seen += batch
+            scores = self.evidence(cell).scores(probes, among=seen)  # no others: a resumed run takes the same steps
             share = roofline.share(self._ledger.spec, self._ledger.device, cell, self.evidence(cell))
             self._line.best(min([1.0, *scores.values()]), share)
             try:
                 batch = search.send(scores)
             except StopIteration:
                 break
+        self._settle(cell, search_until, search_trials)
         self._confirm(cell, until, trials)
         self._divide(cell, until, trials)
 
-    def _measure(self, cell: Cell, batch: Sequence[Variant], until: float, trials: float) -> bool:
-        """One batch on every workload; False when time or trials ran out before its end."""
-        todo = self._pending(cell, batch)
+    def _settle(self, cell: Cell, until: float, trials: float) -> None:
+        """What is near the best, on the workloads that the search did not look at, the best first."""
+        scores = self.evidence(cell).scores(cell.loads)
+        ranked = sorted(scores, key=lambda v: (scores[v], v.name))
+        self._measure(cell, ranked, cell.loads, ROUNDS, until, trials)
+
+    def _measure(
+        self, cell: Cell, batch: Sequence[Variant], loads: Loads, rounds: int, until: float, trials: float
+    ) -> bool:
+        """Some variants on some of the workloads; False when time or trials ran out before the end."""
+        todo = self._pending(cell, batch, loads)
         if not todo:
             return True
+        lacking = {w for workloads in todo.values() for w in workloads}
+        left = int(min(trials, 1e9)) - self._trials.begun
+        room = max(int(left > 1), left // len(lacking) - 1)  # on all of them, the default beside them
+        before = len(self.left_out)
+        if room < len(todo):
+            some = f"{len(lacking)} of {len(cell.loads)} workloads"
+            self.left_out.append(f"{cell.name}: {len(todo) - room} variants on {some}")
+            todo = {v: todo[v] for v in list(todo)[:room]}
         self._line.expect(sum(map(len, todo.values())))
         now = self._clock()
-        ready = self._trials.compile(cell, list(todo), now + COMPILE_SHARE * (until - now))
+        ready = self._trials.compile(cell, list(todo), now + COMPILE_SHARE * (until - now)) if todo else []
         late = sum(not self._trials.was_checked(cell, v) for v in todo)
         if late:
             self.left_out.append(f"{cell.name}: {late} variants not compiled")
-        self._line.expect(-sum(len(loads) for v, loads in todo.items() if v not in ready))
-        before = len(self.left_out)
-        self._trials.run(self._races(cell, ready, todo, until, trials))
-        return not late and len(self.left_out) == before
+        self._line.expect(-sum(len(workloads) for v, workloads in todo.items() if v not in ready))
+        self._trials.run(self._races(cell, ready, todo, [w for w, _ in loads], rounds, until, trials))
+        return len(self.left_out) == before
 
     def _races(
-        self, cell: Cell, ready: Sequence[Variant], todo: dict[Variant, list[Workload]], until: float, trials: float
-    ) -> Iterator[Race | None]:
+        self, cell: Cell, ready: Sequence[Variant], todo: dict[Variant, list[Workload]], workloads: Sequence[Workload],
+        rounds: int, until: float, trials: float,
+    ) -> Iterator[Race | None]:  # fmt: skip
         """The variants beside the default, workload by workload. The first two decide who is left for the others, which
         do not depend on one another."""
-        for number, workload in enumerate(self._order(cell)):
-            if number <= PROBES:
+        order = [w for w in probing.order(self.evidence(cell), cell.loads) if w in workloads]
+        for number, workload in enumerate(order):
+            if number <= probing.PROBES:
                 yield None
-            pending = [v for v, loads in self._pending(cell, ready).items() if workload in loads]
+            pending = [v for v, missing in self._pending(cell, ready, cell.loads).items() if workload in missing]
             room = max(1, min(len(pending), int(min(trials, 1e9)) - self._trials.begun - 1))
             if pending and not self._fits(cell, workload, 1 + room, until, trials):
-                some = f"{len(cell.loads) - number} of {len(cell.loads)} workloads"
+                some = f"{len(order) - number} of {len(cell.loads)} workloads"
                 self.left_out.append(f"{cell.name}: {len(pending)} variants on {some}")
                 return
             pending = pending[:room]  # of a budget of trials the rest is spent on the first, which promise most
             self._line.expect(len(pending) - sum(workload in todo[v] for v in ready))
             if pending:
                 contenders = [(cell, v) for v in (cell.default, *pending)]
-                best_known = self._best_known(cell, workload)
+                best_known = probing.best_known(self.evidence(cell), workload)
                 self._searched.add(cell)
-                yield self._trials.race(contenders, workload, SEARCH, ROUNDS, until, best_known=best_known)
+                yield self._trials.race(contenders, workload, SEARCH, rounds, until, best_known=best_known)
 
-    def _pending(self, cell: Cell, variants: Sequence[Variant]) -> dict[Variant, list[Workload]]:
-        """The workloads on which each of `variants` lacks rounds beside the default, for those that lack any: not where
-        it failed, was eliminated, or is too far behind on all so far, the probes included."""
-        evidence = self.evidence(cell)
-        known = evidence.ratios(cell.loads)
-        least = {w: min([1.0, *(ratios[w] for ratios in known.values() if w in ratios)]) for w, _ in cell.loads}
-        first, *others = self._order(cell)
-        found = {}
-        for variant in variants:
-            mine = known.get(variant, {})
-            behind = {w: ratio / least[w] - 1 for w, ratio in mine.items()}
-            probed = all(w in mine for w in (first, *others[:1])) or behind.get(first, 0.0) > FAR
-            far = probed and min(behind.values(), default=0.0) > self._reach
-            loads = [
-                w for w, _ in cell.loads
-                if len(evidence.pairs(variant, w, fresh=False)) < ENOUGH_ROUNDS and not evidence.eliminated(variant, w)
-            ]  # fmt: skip
-            if loads and not far and variant not in evidence.failed:
-                found[variant] = loads
-        return found
-
-    def _order(self, cell: Cell) -> list[Workload]:
-        """The cell's workloads, those that take the most time first; but the second is the one that differs most from
-        the first, so that a variant for other batches is not judged by the first alone."""
-        cost = {w: weight * self.evidence(cell).cost_us(w) for w, weight in cell.loads}
-        order = sorted(cost, key=lambda w: -cost[w])
-        least = PROBE_SHARE * sum(cost.values())
-        size = {w: math.log(max(1, w.total_context + w.total_q)) for w in order}
-        other = max(order, key=lambda w: (cost[w] >= least) * abs(size[w] - size[order[0]]))
-        return list(dict.fromkeys([order[0], other, *order]))
-
-    def _best_known(self, cell: Cell, workload: Workload) -> float | None:
-        """The best ratio to the default that enough rounds showed on a workload, None before any did."""
-        evidence = self.evidence(cell)
-        found = [
-            statistics.median(v / d for v, d in pairs)
-            for variant in evidence.variants
-            if len(pairs := evidence.pairs(variant, workload, fresh=False)) >= ENOUGH_ROUNDS
-        ]
-        return min(found, default=None)
+    def _pending(self, cell: Cell, variants: Sequence[Variant], wanted: Loads) -> dict[Variant, list[Workload]]:
+        return probing.pending(self.evidence(cell), cell.loads, variants, wanted, self._reach)
 
     def _confirm(self, cell: Cell, until: float, trials: float) -> None:
-        """Fresh samples for the variant that looks best, until the decision rests on such samples."""
-        while (found := leader(self.evidence(cell), cell.loads)) is not None:
-            if not self._fresh(cell, [found], [w for w, _ in cell.loads], until, trials):
+        """Fresh samples for the variant that looks best, side by side with those that the search cannot tell from it,
+        as far as the budget allows; until the decision rests on such samples."""
+        while found := leaders(self.evidence(cell), cell.loads):
+            left = int(min(trials, 1e9)) - self._trials.begun
+            round_s = sum(self.evidence(cell).cost_us(w) for w, _ in cell.loads) / 1e6
+            in_time = min(1e9, (until - self._clock()) / max(1e-9, CONFIRM_ROUNDS * round_s))
+            many = max(1, min(left // len(cell.loads), int(in_time)) - 1)
+            if not self._fresh(cell, found[:many], [w for w, _ in cell.loads], until, trials):
                 return
 
     def _divide(self, cell: Cell, until: float, trials: float) -> None:
@@ -316,3 +306,8 @@ class Session:
                 return
             self._line.expect(1)
             yield self._trials.race([(cell, cell.default)], workload, AFTER, AFTER_ROUNDS, until)
+
+
+def _less(trials: float, left: float, wanted: int) -> float:
+    """So many trials less what is kept of those that are left."""
+    return trials if math.isinf(left) else trials - min(wanted, KEPT_SHARE * left)

@@ -58,7 +58,8 @@ def tune(
     "cvar", the mean of its slowest 5 %; each over the batches of a class.
     `strategy` is how to search: "guided" by a model of the trials, "coordinate" around the default, or "exhaustive";
     `seed` is that of its draws, and `progress` writes lines about it to standard error.
-    Ctrl-C and SIGTERM end the run early: the report then says `interrupted`, and the next run goes on from there.
+    Ctrl-C, SIGTERM and SIGHUP end the run early, within seconds: the report then says `interrupted`, and the next run
+    goes on from there.
     `bench` and `clock` replace what compiles, checks and times, and what tells the time. `only` names the layouts and
     for each class of batches ("decode", "mixed" or "all") the variants to measure in place of a search. `device` is the
     product of the target that is meant ("NVIDIA H200"): where this machine's is another, the run is a prediction.
@@ -91,7 +92,15 @@ def tune(
         job = Job(spec, profile, meant, store, layouts, strategy, objective, only)
         store.save_profile(profile)
         if here:
-            used = bench or stack.enter_context(_bench(spec, where, meant, profile, seed))
+            try:
+                used = bench or stack.enter_context(_bench(spec, where, meant, profile, seed, stop))
+            except KeyboardInterrupt:
+                if not stop.requested:
+                    raise
+                seconds = clock() - start
+                return Report(
+                    kind="measured", profile=profile.name, device=meant, rows=(), interrupted=True, seconds=seconds
+                )
             run = Run(LocalExecutor(used, clock, stop), clock, stop, budget_s, budget_trials, seed)
             facts = measured(job, run, progress=progress)
         else:
@@ -100,7 +109,7 @@ def tune(
 
 
 def _bench(
-    spec: AttentionSpec, target: Target, device: Device, profile: Profile, seed: int
+    spec: AttentionSpec, target: Target, device: Device, profile: Profile, seed: int, stop: StopSignal
 ) -> AbstractContextManager[Bench]:
     """The bench of a device that is here, in a process of its own. Score and mask functions are known to this process
     alone: kernels with one run in it."""
@@ -108,7 +117,7 @@ def _bench(
         log.warning("candidates with a score or mask function run in this process: one that crashes ends it")
         return nullcontext(KernelBench(spec, target, device, profile, seed=seed))
     try:
-        return IsolatedBench(spec, target, device, profile, seed=seed)
+        return IsolatedBench(spec, target, device, profile, seed=seed, stop=stop)
     except WorkerLost as error:
         raise TuneError(f"no process that runs candidates for {target} could be started: {error.detail}") from error
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pagegen_autotune.faults import MachineFault
+from pagegen_autotune.interrupt import SIGNALS
 from pagegen_autotune.measure import Bench, classify
 
 # prctl(2): the signal that this process gets when its parent ends. A kernel that never returns reads no connection.
@@ -48,6 +49,9 @@ def _answer(bench: Bench, name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _end_with_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tuner's to answer
+    # The tuner's to answer: it ends this process. Service managers send theirs to every process, and one that ended by
+    # that would be taken for a candidate's fault.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -47,14 +47,20 @@ def host_cost(document: Document) -> Section:
 def tuning(document: Document) -> Section:
     claims = []
     for case in document["cases"]:
-        found, target = case["strategies"]["guided"], document["target"]
+        found, target, floor = case["strategies"]["guided"], document["target"], case["noise_floor"]
         claims.append(Claim(
             what=f"{case['case']}: step time over the exhaustive search's choice, and measurements taken of all",
             found=f"{found['against_search']['median']:+.1%} (p95 {found['against_search']['p95']:+.1%}) with "
-            f"{found['cells']['median']:.1%} of {case['cells']}; reached by {found['within_target']:.0%} of the seeds",
+            f"{max(found['cells']['median'], found['samples']['median']):.1%}; reached by {found['within_target']:.0%} "
+            f"of {found['runs']} replays",
             asked=f"at most {target['regret']:+.0%} with at most {target['cost']:.0%}",
             met=found["against_search"]["p95"] <= target["regret"]
             and max(found["cells"]["p95"], found["samples"]["p95"]) <= target["cost"],
+        ))  # fmt: skip
+        claims.append(Claim(
+            what=f"{case['case']}: step time over the best of the half of the rounds that was not searched",
+            found=f"{found['regret']['median']:+.1%} (p95 {found['regret']['p95']:+.1%}); by the recording's noise "
+            f"the exhaustive search's choice: {floor['median']:+.1%} (p95 {floor['p95']:+.1%})",
         ))  # fmt: skip
     held = [case["strategies"]["guided"]["stated_bound_held"] for case in document["cases"]]
     known = [share for share in held if share is not None]

@@ -1,8 +1,7 @@
 """The search on recorded times: a bench whose clock is a recording, and what the search's choice is worth.
 
-The search sees every other round of a recording, in an order drawn anew for each seed; what it chose is judged on the
-rounds that it did not see. The code that runs is the tuner's own: `Session`, with its races, confirmations and
-portfolios.
+The search sees half of the rounds of a recording, drawn anew for each seed; what it chose is judged on the other half.
+The code that runs is the tuner's own: `Session`, with its races, confirmations and portfolios.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from pagegen_autotune.ledger import Ledger
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.objective import OBJECTIVES
 from pagegen_autotune.portfolio import decide
+from pagegen_autotune.probing import REACH
 from pagegen_autotune.search import Strategy
-from pagegen_autotune.session import REACH, ROUNDS, Session
+from pagegen_autotune.session import ROUNDS, Session
 from pagegen_autotune.space import Space
 from pagegen_autotune.tree import leaves
 
@@ -42,6 +42,9 @@ from pagegen.spec import (
     Variant,
     Workload,
 )
+
+Rounds = Mapping[Workload, Sequence[int]]
+Times = Mapping[tuple[Variant, Workload], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +85,21 @@ class Recording:
     def default(self) -> Variant:
         return self.variants[0]
 
-    @functools.cached_property
-    def judged(self) -> dict[tuple[Variant, Workload], float]:
-        """Microseconds of every variant on every workload, by the rounds that the search does not see."""
-        return self._times(1)
+    def times(self, rounds: Rounds) -> Times:
+        """Microseconds of every variant on every workload: medians over some of the rounds."""
+        base = {w: statistics.median(us[i] for i in rounds[w]) for w, us in self.default_us.items()}
+        return {(v, w): base[w] * statistics.median(r[i] for i in rounds[w]) for (v, w), r in self.ratios.items()}
 
-    @functools.cached_property
-    def searched(self) -> dict[tuple[Variant, Workload], float]:
-        """The same by all the rounds that the search may see: what an exhaustive search would go by."""
-        return self._times(0)
+    def halves(self, seed: int) -> tuple[Rounds, Rounds]:
+        """The rounds that the search of a seed sees, in an order drawn at random, and those that it is judged by."""
+        searched, judged = {}, {}
+        for number, (workload, us) in enumerate(self.default_us.items()):
+            order = list(range(len(us)))
+            random.Random(f"{seed} {number}").shuffle(order)
+            searched[workload], judged[workload] = order[: len(us) // 2], order[len(us) // 2 :]
+        return searched, judged
 
-    def _times(self, half: int) -> dict[tuple[Variant, Workload], float]:
-        base = {w: statistics.median(us[half::2]) for w, us in self.default_us.items()}
-        return {(v, w): base[w] * statistics.median(found[half::2]) for (v, w), found in self.ratios.items()}
-
-    def step_us(self, times: Mapping[tuple[Variant, Workload], float], served: Mapping[Workload, Variant]) -> float:
+    def step_us(self, times: Times, served: Mapping[Workload, Variant]) -> float:
         """The expected step time of serving each workload by its variant."""
         return OBJECTIVES["mean"]({w: times[served[w], w] for w in served}, list(self.profile))
 
@@ -104,14 +107,14 @@ class Recording:
         """The choice of one variant for everything."""
         return dict.fromkeys(self.profile.workloads, variant)
 
-    def best(self, times: Mapping[tuple[Variant, Workload], float]) -> Variant:
+    def best(self, times: Times) -> Variant:
         """The variant with the least step time."""
         return min(self.variants, key=lambda v: self.step_us(times, self.all_by(v)))
 
 
 class ReplayBench:
     """A `Bench` that answers from a recording. Asked again for a contender, or for another workload, it goes on to the
-    next round; rounds come in a random order, one for each seed, and again from the first after the last."""
+    next round of the half that the search sees, and after the last again to the first."""
 
     regime = "cold"
     workers = 1
@@ -122,11 +125,7 @@ class ReplayBench:
         self.samples: Counter[tuple[Variant, Workload]] = Counter()
         self.compiled: set[Variant] = set()
         self._recording = recording
-        rounds = len(next(iter(recording.default_us.values())))
-        self._order = {}
-        for workload in recording.profile.workloads:
-            self._order[workload] = list(range(0, rounds, 2))
-            random.Random(f"{seed} {workload.total_context}").shuffle(self._order[workload])
+        self._order, _ = recording.halves(seed)
         self._at: Counter[Workload] = Counter()
         self._seen: set[Variant] = set()
         self._workload: Workload | None = None
@@ -172,11 +171,11 @@ class _Memory:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """One run of a search. `regret` is how much longer the profile's step takes than with the best variant for it, both
-    by the rounds that nobody searched; `against_search` the same against the variant that an exhaustive search over the
-    search's rounds would have chosen. Shares are of all variants on all workloads: `cells` of
-    what was measured at all, `samples` of the samples at as many rounds as the tuner takes at most, `trials` of the
-    database's rows (the default's, confirmations and drift included), `compiled` of the variants. `stated_at_most` is
-    the regret that the tuner itself states, at its confidence."""
+    by the rounds that nobody searched; `against_search` the same against the variant that an exhaustive search over all
+    of the search's rounds would have chosen. Shares are of all variants on all workloads: `cells` of what was measured
+    at all, `samples` of the samples at as many rounds as the tuner takes at most, `trials` of the database's rows (the
+    default's, confirmations and drift included), `compiled` of the variants. `stated_at_most` is the regret that the
+    tuner itself states, at its confidence."""
 
     regret: float
     against_search: float
@@ -212,17 +211,20 @@ def replay(
     assert decision is not None and decision.tree is not None
     stated = decision.regret_bound
     served = {w: leaf.variant for leaf in leaves(decision.tree) for w in leaf.part}
-    times = recording.judged
-    ours = recording.step_us(times, served)
+    seen, times = map(recording.times, recording.halves(seed))
+    best, exhaustive, default, ours = (
+        recording.step_us(times, chosen)
+        for chosen in (*map(recording.all_by, (recording.best(times), recording.best(seen), recording.default)), served)
+    )
     return Outcome(
-        regret=ours / recording.step_us(times, recording.all_by(recording.best(times))) - 1,
-        against_search=ours / recording.step_us(times, recording.all_by(recording.best(recording.searched))) - 1,
+        regret=ours / best - 1,
+        against_search=ours / exhaustive - 1,
         cells=len(bench.samples) / whole,
         samples=bench.samples.total() / (whole * ROUNDS),
         trials=ledger.added.total() / whole,
         compiled=len(bench.compiled) / len(recording.variants),
         variants=len(set(served.values())),
-        speedup=recording.step_us(times, recording.all_by(recording.default)) / ours,
+        speedup=default / ours,
         stated_at_most=None if stated is None else stated.at_most,
     )
 

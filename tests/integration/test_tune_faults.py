@@ -8,6 +8,8 @@ import time
 
 import pytest
 from faulty_bench import BY_VARIANT, RAISES, FaultyBench
+from pagegen_autotune import isolated
+from pagegen_autotune.interrupt import SIGNALS
 from pagegen_autotune.isolated import IsolatedBench
 from pagegen_autotune.measure import CandidateFailed
 
@@ -73,7 +75,24 @@ def test_a_candidate_that_only_hangs_when_it_is_timed_costs_its_limit(bench):
     assert bench.sample(LAYOUT, GOOD, LOAD) > 0
 
 
-def test_a_worker_that_the_system_kills_is_taken_for_out_of_memory(bench):
+def test_a_stop_waits_for_no_hang_and_is_no_fault_of_the_candidate(bench, monkeypatch):
+    monkeypatch.setattr(isolated, "_GRACE_S", 0.1)
+    start = time.monotonic()
+    bench._stop.requested = True
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            bench.sample(LAYOUT, FAULTY["hangs"], LOAD)
+    finally:
+        bench._stop.requested = False
+    assert time.monotonic() - start < 3.5 and bench._process is None  # the sample's limit is 4 s
+
+
+def test_a_worker_that_a_service_manager_signals_goes_on_and_one_that_is_killed_is_taken_for_out_of_memory(
+    bench,
+):
+    assert bench.sample(LAYOUT, GOOD, LOAD) > 0
+    for asked in SIGNALS:  # the tuner's to answer
+        os.kill(bench._process.pid, asked)
     assert bench.sample(LAYOUT, GOOD, LOAD) > 0
     os.kill(bench._process.pid, signal.SIGKILL)
     with pytest.raises(CandidateFailed) as failed:

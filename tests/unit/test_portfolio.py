@@ -9,7 +9,7 @@ import pytest
 from pagegen_autotune.evidence import Evidence
 from pagegen_autotune.objective import mean
 from pagegen_autotune.partition import divisions
-from pagegen_autotune.portfolio import best, common_loads, decide, dispatch_rule, leader
+from pagegen_autotune.portfolio import best, common_loads, decide, dispatch_rule, leaders
 from pagegen_autotune.regret import regret
 from pagegen_autotune.tree import leaves
 from tuning_fakes import DECODE, DEFAULT, DEVICE, FASTER, LONG, MIXED, SPEC
@@ -118,8 +118,17 @@ def test_where_nobody_was_measured_on_all_workloads_the_common_ones_name_the_lea
     found = [trial(DEFAULT, [100.0], w, "baseline", "baseline") for w, _ in LOADS]
     found += trials(FASTER, 0.8, loads=LOADS[:1]) + trials(OTHER, 0.9, loads=LOADS[:1])
     found += trials(CppVariant(streams=1), 0.5, loads=[(MIXED, 1.0)])  # of the layout's other class of batches
-    assert leader(Evidence(found, DEFAULT), LOADS) == FASTER
+    assert leaders(Evidence(found, DEFAULT), LOADS) == [FASTER]
     assert "on 1 of 2 workloads" in decision(found).confidence
+
+
+def test_scores_compare_variants_that_were_measured_on_other_batches():
+    found = trials(FASTER, 0.7, loads=LOADS[:1]) + trials(FASTER, 0.98, loads=LOADS[1:])
+    found += trials(OTHER, 0.71, loads=LOADS[:1], session="alone")  # there everyone gains: it is no better than FASTER
+    scores = Evidence(found, DEFAULT).scores(LOADS)
+    assert scores[FASTER] < scores[OTHER] < 1
+    assert scores[OTHER] / scores[FASTER] == pytest.approx(0.71 / 0.7)
+    assert Evidence(found, DEFAULT).scores(LOADS, among=[OTHER])[OTHER] == pytest.approx(0.71)
 
 
 def test_no_decision_before_the_default_was_measured_on_every_workload():
@@ -168,17 +177,28 @@ def test_ties_among_winners_go_to_fewer_resources_then_to_the_name():
 def test_what_looks_better_than_the_proven_winner_is_confirmed_next():
     evidence = Evidence(confirmed(OTHER, 0.85) + trials(FASTER, 0.8), DEFAULT)
     assert best(evidence, LOADS).variant == OTHER
-    assert leader(evidence, LOADS) == FASTER
+    assert leaders(evidence, LOADS) == [FASTER]
+
+
+def test_what_the_search_cannot_tell_from_the_leader_is_confirmed_beside_it_and_others_are_not():
+    near, far, slow = CppVariant(streams=2), CppVariant(tile_kv=32), CppVariant(tile_kv=256)
+    found = trials(FASTER, 0.8) + trials(near, 0.82) + trials(far, 0.84) + trials(slow, 1.1)
+    assert leaders(Evidence(found, DEFAULT), LOADS) == [FASTER, near]
+    many = [CppVariant(split_tokens=512 * k) for k in range(2, 8)]
+    alike = [t for v in many for t in trials(v, 0.82)]
+    assert len(leaders(Evidence(found + alike, DEFAULT), LOADS)) == 3  # each further one is another chance for luck
+    one = confirmed(OTHER, 0.83)
+    assert len(leaders(Evidence(found + alike + one, DEFAULT), LOADS)) == 2
 
 
 def test_there_is_no_leader_to_confirm_once_the_best_is_proven():
     evidence = Evidence(confirmed(OTHER, 0.8) + trials(FASTER, 0.9), DEFAULT)
-    assert leader(evidence, LOADS) is None
+    assert leaders(evidence, LOADS) == []
 
 
 def test_a_confirmation_cut_short_does_not_count_as_one():
     evidence = Evidence(trials(FASTER, 0.9) + trials(FASTER, 0.9, purpose=CONFIRM, rounds=2), DEFAULT)
-    assert leader(evidence, LOADS) == FASTER
+    assert leaders(evidence, LOADS) == [FASTER]
 
 
 def test_a_round_interrupted_half_way_is_dropped():

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from pagegen_autotune import Report, tune, tune_fleet, tuner
-from pagegen_autotune.interrupt import StopSignal
+from pagegen_autotune.interrupt import SIGNALS, StopSignal
 from pagegen_autotune.isolated import WorkerLost
 from pagegen_autotune.measure import Verdict
 from pagegen_autotune.progress import Progress
@@ -279,20 +279,21 @@ def test_ctrl_c_keeps_what_was_measured_and_a_second_run_finishes_the_rest(db, s
     assert len(second.sampled) <= len(whole.sampled) - stop_at + 64
 
 
-def test_sigterm_ends_at_a_clean_point_and_saves(db):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_a_closed_terminal_end_at_a_clean_point_and_save(db, number):
     bench = FakeBench(table(s8=0.8))
     sample = bench.sample
 
     def interrupted(*args):
         if len(bench.sampled) == 60:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         return sample(*args)
 
     bench.sample = interrupted
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(one) for one in SIGNALS]
     report = run(db, bench)
     assert report.interrupted and len(bench.sampled) == 61  # the sample in progress was finished
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert [signal.getsignal(one) for one in SIGNALS] == before
     assert saved(db) is not None
 
 
@@ -522,6 +523,13 @@ def test_a_budget_of_trials_is_kept_and_what_it_left_out_is_said(db):
         run(db, FakeBench(table()), budget_trials=0)
 
 
+@pytest.mark.parametrize(("trials", "compiled"), [(1, 1), (3, 2), (20, 12)])
+def test_no_more_is_compiled_than_a_budget_of_trials_may_measure(trials, compiled):
+    bench = FakeBench(table(s8=0.8))
+    assert run(FakeStore(), bench, budget_trials=trials).left_out
+    assert len(bench.checked) <= compiled  # the default among them
+
+
 def test_the_defaults_drift_over_a_run_is_measured_and_told(db):
     report = run(db, FakeBench(table(), drift=0.002))
     assert report.drift and all(drift > 1.2 for drift in report.drift.values())
@@ -675,6 +683,16 @@ def test_a_run_that_compares_nothing_does_not_hide_what_an_earlier_one_found(db)
     assert "nothing was compared, the rule in the database stays" in str(short)
     assert db.portfolio(SPEC, LAYOUT, CPU, "hash-1").choose(2, 1, 500) == found
     assert db.trials(spec=SPEC, workload=LONG)  # what was measured is kept
+
+
+def test_a_stop_while_the_worker_starts_is_a_report_of_nothing_and_no_traceback(db, monkeypatch):
+    def stopped(*arguments):
+        arguments[-1].requested = True
+        arguments[-1].check()
+
+    monkeypatch.setattr(tuner, "_bench", stopped)
+    report = tune(SPEC, PROFILE, block_sizes=(16,), target="cpu", db=db, progress=False)
+    assert report.interrupted and report.rows == () and "stopped before the end" in str(report)
 
 
 def test_a_worker_that_does_not_start_is_one_line(db, monkeypatch):

@@ -29,8 +29,9 @@ demo: $(RUNTIME)
 	$(PY) -m pagegen demo $$([ -f $(MODEL) ] || echo --offline-model)
 
 # Triton's interpreter changes what triton.jit means for a whole process: its tests have one of their own.
-# worksteal: each worker has whole files, so that what a file sets up (compiled kernels) is made once.
-WORKERS := -n $(JOBS) --dist worksteal
+# worksteal: each worker has whole files, so that what a file sets up (compiled kernels) is made once. One worker more
+# than CPUs: tests wait, too (for servers, for time to pass).
+WORKERS := -n $(shell expr $(JOBS) + 1) --dist worksteal
 test: $(TOOLS)
 	$(PY) -m pytest tests --ignore=tests/kernels/interpreter $(WORKERS)
 	TRITON_INTERPRET=1 $(PY) -m pytest tests/kernels/interpreter $(WORKERS)

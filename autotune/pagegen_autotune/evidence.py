@@ -65,12 +65,8 @@ def _shift(workload: Workload, others: Iterable[Workload], ratios: Iterable[Mapp
     """How many times as high as on `others` the variants' ratios on a workload are, in the median of those that were
     measured on all; 1 where none were."""
     beside = [known for known in ratios if workload in known and all(w in known for w in others)]
-    return statistics.median(known[workload] / _mean(known[w] for w in others) for known in beside) if beside else 1.0
-
-
-def _mean(ratios: Iterable[float]) -> float:
-    logs = [math.log(ratio) for ratio in ratios]
-    return math.exp(sum(logs) / len(logs))
+    found = [known[workload] / statistics.geometric_mean(known[w] for w in others) for known in beside]
+    return statistics.median(found) if found else 1.0
 
 
 class Evidence:
@@ -168,7 +164,7 @@ class Evidence:
         def us(workload: Workload, mine: Mapping[Workload, float]) -> float:
             if workload in mine:
                 return base[workload] * mine[workload]
-            return base[workload] * _mean(mine.values()) * shift(workload, tuple(mine))
+            return base[workload] * statistics.geometric_mean(mine.values()) * shift(workload, tuple(mine))
 
         return {
             v: self.objective({w: us(w, mine) for w in base}, part) / self.objective(base, part)

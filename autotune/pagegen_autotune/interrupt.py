@@ -62,5 +62,5 @@ def handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before:
-            if handler is not None:  # a handler that C code installed, which Python cannot put back
+            if handler is not None:  # None: one that C code installed before, which Python cannot put back
                 signal.signal(number, handler)

@@ -26,7 +26,7 @@ from pagegen_autotune.measure import Bench, CandidateFailed, KernelBench, Verdic
 # A check compiles (the C++ compiler is given 120 s, a Triton kernel takes seconds) and runs two batches; a sample runs
 # for milliseconds, at most a second or two where a long prefill meets a slow kernel.
 _START_LIMIT_S, CHECK_LIMIT_S, SAMPLE_LIMIT_S = 300.0, 180.0, 30.0
-# After a stop was requested: how long the worker may go on with what it does, and how often it is looked.
+# Once a stop is requested: how long the worker may go on with what it does, and how often the request is looked at.
 _GRACE_S, _LOOK_S = 2.0, 0.2
 _ENDING_S = 10.0  # from its closed connection to the end of a process
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from pagegen_autotune.worker import main; main({descriptor})"
@@ -159,8 +159,10 @@ class IsolatedBench:
             while (waited := time.monotonic() - start) < limit_s:
                 if self._connection.poll(min(_LOOK_S, limit_s - waited)):
                     return self._connection.recv()
-                stopped_at = min(stopped_at, time.monotonic() if self._stop.requested else math.inf)
-                if time.monotonic() - stopped_at > _GRACE_S:
+                now = time.monotonic()
+                if self._stop.requested:
+                    stopped_at = min(stopped_at, now)
+                if now - stopped_at > _GRACE_S:
                     self._stop.check()
         except (EOFError, ConnectionError):
             raise self._lost() from None

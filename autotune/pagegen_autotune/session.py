@@ -142,11 +142,10 @@ class Session:
         probes = probing.probes(self.evidence(cell), cell.loads, self._reach)
         now, left = self._clock(), trials - self._trials.begun
         others, all_of = len(cell.loads) - len(probes), len(cell.loads)
-        search_until, search_trials = now + SEARCH_SHARE * (until - now), _less(trials, left, (2 + RIVALS) * all_of)
-        explore_until, explore_trials = (
-            now + EXPLORE_SHARE * (until - now),
-            _less(search_trials, left, (1 + FINALISTS) * others),
-        )
+        search_until = now + SEARCH_SHARE * (until - now)
+        search_trials = _less(trials, left, (2 + RIVALS) * all_of)  # the default, the leader and its rivals
+        explore_until = now + EXPLORE_SHARE * (until - now)
+        explore_trials = _less(search_trials, left, (1 + FINALISTS) * others)
         search = self._strategy(cell.space)
         batch, seen = next(search, []), list[Variant]()
         rounds = ROUNDS if len(probes) == len(cell.loads) else ENOUGH_ROUNDS
@@ -177,8 +176,8 @@ class Session:
         if not todo:
             return True
         lacking = {w for workloads in todo.values() for w in workloads}
-        left = int(min(trials, 1e9)) - self._trials.begun
-        room = max(int(left > 1), left // len(lacking) - 1)  # on all of them, the default beside them
+        left = self._left(trials)
+        room = max(int(left > 1), left // len(lacking) - 1)  # variants on all of them, beside the default
         before = len(self.left_out)
         if room < len(todo):
             some = f"{len(lacking)} of {len(cell.loads)} workloads"
@@ -205,7 +204,7 @@ class Session:
             if number <= probing.PROBES:
                 yield None
             pending = [v for v, missing in self._pending(cell, ready, cell.loads).items() if workload in missing]
-            room = max(1, min(len(pending), int(min(trials, 1e9)) - self._trials.begun - 1))
+            room = max(1, min(len(pending), self._left(trials) - 1))
             if pending and not self._fits(cell, workload, 1 + room, until, trials):
                 some = f"{len(order) - number} of {len(cell.loads)} workloads"
                 self.left_out.append(f"{cell.name}: {len(pending)} variants on {some}")
@@ -218,6 +217,10 @@ class Session:
                 self._searched.add(cell)
                 yield self._trials.race(contenders, workload, SEARCH, rounds, until, best_known=best_known)
 
+    def _left(self, trials: float) -> int:
+        """How many of so many trials are left; of no bound a number that no run comes to."""
+        return int(min(trials, 1e9)) - self._trials.begun
+
     def _pending(self, cell: Cell, variants: Sequence[Variant], wanted: Loads) -> dict[Variant, list[Workload]]:
         return probing.pending(self.evidence(cell), cell.loads, variants, wanted, self._reach)
 
@@ -225,7 +228,7 @@ class Session:
         """Fresh samples for the variant that looks best, side by side with those that the search cannot tell from it,
         as far as the budget allows; until the decision rests on such samples."""
         while found := leaders(self.evidence(cell), cell.loads):
-            left = int(min(trials, 1e9)) - self._trials.begun
+            left = self._left(trials)
             round_s = sum(self.evidence(cell).cost_us(w) for w, _ in cell.loads) / 1e6
             in_time = min(1e9, (until - self._clock()) / max(1e-9, CONFIRM_ROUNDS * round_s))
             many = max(1, min(left // len(cell.loads), int(in_time)) - 1)
@@ -309,5 +312,5 @@ class Session:
 
 
 def _less(trials: float, left: float, wanted: int) -> float:
-    """So many trials less what is kept of those that are left."""
+    """`trials` less the `wanted` ones that are kept for later: at most KEPT_SHARE of those `left`."""
     return trials if math.isinf(left) else trials - min(wanted, KEPT_SHARE * left)

@@ -58,15 +58,13 @@ def _layer_spec(model: Any, layer: int, module: nn.Module | None) -> AttentionSp
         raise ValueError(f"{where} ({type(module).__name__}): {reason}")
     scale = getattr(module, "scaling", spec.scale)
     window = spec.window
-    if not getattr(
-        model.config, "layer_types", None
-    ):  # where there are some, modules may keep a window that is not used
+    if not getattr(model.config, "layer_types", None):  # else modules may keep a window that is not used
         window = getattr(module, "sliding_window", window)
     return spec.replace(
         q_dtype=model.dtype,
         kv_dtype=model.dtype,
         scale=spec.scale if scale is None or math.isclose(scale, spec.scale) else float(scale),
-        window=None if window is not None and hf_sources.window_stays_behind(module) else window,
+        window=None if window is not None and hf_sources.drops_window(module) else window,
         sinks=getattr(module, "sinks", None) is not None,
     )
 
@@ -86,9 +84,9 @@ def _refusal(model: Any, layer: int, module: nn.Module, spec: AttentionSpec) -> 
     if getattr(module, "is_causal", True) is False:
         return "bidirectional attention has no paged cache"
     longest = getattr(config, "max_position_embeddings", None) or math.inf
-    if spec.window is not None and spec.window < longest and hf_sources.window_stays_behind(module):
+    if spec.window is not None and spec.window < longest and hf_sources.drops_window(module):
         return f"its window of {spec.window} is not handed to the attention function"
-    caller = hf_sources.keywords_stay_behind(model, module)
+    caller = hf_sources.caller_dropping_keywords(model, module)
     if caller:
         return f"{caller} hands it no keyword arguments, and a paged cache is one"
     head_dim = getattr(module, "head_dim", spec.head_dim)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 
-def window_stays_behind(attention: nn.Module) -> bool:
+def drops_window(attention: nn.Module) -> bool:
     """Whether the attention's class never calls anything with a sliding window, so that a window of the config is in
     masks alone, or nowhere. False where there is no source to read."""
     kind: Any = type(attention)
@@ -21,9 +21,9 @@ def window_stays_behind(attention: nn.Module) -> bool:
     )
 
 
-def keywords_stay_behind(model: nn.Module, attention: nn.Module) -> str | None:
-    """The class that calls `attention` without the keyword arguments that it got itself, one of which is the paged
-    cache, or None."""
+def caller_dropping_keywords(model: nn.Module, attention: nn.Module) -> str | None:
+    """The name of the class that calls `attention` without the keyword arguments that it got itself, the paged cache
+    among them, or None."""
     for owner in model.modules():
         for name, child in owner.named_children():
             if child is attention:
@@ -46,6 +46,7 @@ def _drops_keywords(owner: Any, name: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _source(cls: Any) -> str | None:
+    """A class as it stands in its file."""
     try:
         return textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):  # made in a prompt, or shipped without its source

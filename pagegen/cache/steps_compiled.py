@@ -1,4 +1,4 @@
-"""A step's bookkeeping in C++ (steps.cpp): what `growth` and `steps` do with arrays, in a call a step or two.
+"""A step's bookkeeping in C++ (steps.cpp): what `growth` and `steps` do with arrays, in one to three calls a step.
 
 The arrays stay Python's, and those modules say what is meant: they serve where there is no compiled prefix index, and
 always where a row may have to copy a block first.
@@ -89,13 +89,13 @@ class CompiledSteps:
         return found
 
     def write(self, allocator: BlockAllocator, row: int, first: int, packed: Packed, written: int) -> None:
-        """`growth.write_tokens`."""
+        """`growth.write_tokens`: `packed` from position `first` on; the leading `written` stand there already."""
         self._library.pagegen_steps_write(
             self._bind(allocator), row, first, first + written, packed.ctypes.data, len(packed)
         )
 
     def _bind(self, allocator: BlockAllocator) -> int:
-        """Where it stands where the arrays are now."""
+        """The address of the struct, which says where the arrays lie now."""
         table = allocator.table
         if table.numbers is not self._numbers or table.blocks is not self._blocks:
             self._numbers, self._blocks = table.numbers, table.blocks
@@ -108,7 +108,7 @@ class CompiledSteps:
         return self._address
 
     def _room_for(self, size: int) -> None:
-        """Room for what a call finds."""
+        """Makes room for `size` numbers that a call returns."""
         if size > len(self._found):
             self._found = np.zeros(2 * size, dtype=np.int64)
             self._found_at: int = self._found.ctypes.data

@@ -26,12 +26,11 @@ from pagegen.db.explained import explained
 from pagegen.db.held import Held, current_task
 
 T = TypeVar("T")
-# What a read does over again where a server is lost in the middle of it.
-READ_ATTEMPTS = 3
+READ_ATTEMPTS = 3  # of what only reads, where a server is lost in the middle of it
 
 
 class Transactions:
-    """Transactions on the database at `place`, through `_engine`, which is the heir's to make."""
+    """Transactions on the database at `place`, through `_engine`, which the subclass makes."""
 
     _engine: sa.Engine
 

@@ -68,7 +68,7 @@ def stored(cache: Tensor, spec: AttentionSpec) -> Tensor:
     return cache if cache.dtype == dtype else cache.view(dtype)
 
 
-Scales = tuple["Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None"]
+Scales = tuple["Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None"]  # in the order of SCALES
 NO_SCALES: Scales = (None, None, None, None)
 
 

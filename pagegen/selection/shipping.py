@@ -22,8 +22,8 @@ from pagegen.targets import artefacts, cpp_build, cpu_features
 if TYPE_CHECKING:
     from pagegen.db import Database
 
-# What `pagegen.cache`, a layer above, loads.
-CACHE = [Path(__file__).parents[1] / "cache" / name for name in ("prefix_index.cpp", "steps.cpp")]  # as one text
+# What `pagegen.cache`, a layer above, compiles as one text: `prefix_compiled.SOURCES`.
+CACHE_SOURCES = tuple(Path(__file__).parents[1] / "cache" / name for name in ("prefix_index.cpp", "steps.cpp"))
 # Those who serve are other users than those who build: everybody may read it.
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 _OWN = re.compile(r"[0-9a-f]{64}\.(?:so|cpp)|\..*\.tmp")  # what a build leaves that was stopped
@@ -59,7 +59,7 @@ def build(
     sources = {
         cpp.render_cache_ops(): "write_kv, copy_blocks and merge_states",
         cpp.render_probes(): "probes of memory and arithmetic",
-        "".join(path.read_text(encoding="utf-8") for path in CACHE): "the prefix index",
+        "".join(path.read_text(encoding="utf-8") for path in CACHE_SOURCES): "the prefix index",
     }
     asked = list(wanted)
     if not asked:

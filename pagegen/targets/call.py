@@ -22,7 +22,9 @@ class AttentionCall:
     are float32 [num_blocks, block_size, Hkv] whatever their granularity (0 strides where they repeat), each there or
     not as the spec says; values are (stored - zero) * scale. With `shared_kv`, `v_cache` is the first Dv columns of
     `k_cache` (packed int4: the whole of it). `tree_mask` bool [total_q, max_query_len]. `captures` are the tensors that
-    the score function and then the mask function captured, in the order in which they were traced."""
+    the score function and then the mask function captured, in the order in which they were traced.
+
+    The operator makes one by position (by name takes 0.5 us more): the order of the fields is part of its meaning."""
 
     q: Tensor
     k_cache: Tensor

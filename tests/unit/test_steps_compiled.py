@@ -10,6 +10,7 @@ import pytest
 
 from pagegen.cache import BlockAllocator, OutOfBlocks, pool, prefix, prefix_compiled
 from pagegen.cache.prefix import NO_NODE
+from pagegen.selection import shipping
 
 COLUMN_OF_NODES = 4
 
@@ -172,3 +173,7 @@ def test_rows_and_blocks_that_move_while_sequences_grow_are_found_again(monkeypa
             allocator.append_each([0, 1], [5, 6])
         allocator.check_invariants()
     assert everything(both[0]) == everything(both[1])
+
+
+def test_a_build_ships_the_text_that_the_cache_compiles():
+    assert shipping.CACHE_SOURCES == prefix_compiled.SOURCES

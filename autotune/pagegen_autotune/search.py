@@ -22,7 +22,8 @@ STEP_GAIN = 0.99
 # The neighbourhood of the start, then twice around the best so far: bounds what following noise may cost.
 MAX_STEPS = 3
 # Guided: spaces up to so many variants are measured whole; of larger ones a share, and no more than MOST. Most leave
-# after two rounds on one batch, so that their trials are a smaller share of all.
+# after two rounds on one batch, so that their trials are a smaller share of all. With a share of 0.12 the replays of
+# one recorded kernel reach the target in 79 %, with 0.2 in 92 % and more (bench/tuning.py).
 SMALL, SHARE, MOST = 24, 0.2, 64
 # Seeds and the model's favourites that join the start's neighbours in the first batch; the size of each batch after it.
 SEEDS, FAVOURITES, BATCH = 4, 4, 6

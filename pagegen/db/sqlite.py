@@ -118,8 +118,10 @@ def has_log_out_of_reach(path: Path) -> bool:
 
 
 def _pending(path: Path, companion: str) -> bool:
-    file = path.with_name(path.name + companion)
-    return file.exists() and file.stat().st_size > 0
+    try:
+        return path.with_name(path.name + companion).stat().st_size > 0
+    except FileNotFoundError:  # it comes and goes with another's transaction
+        return False
 
 
 @contextmanager

@@ -72,9 +72,15 @@ def compile_facts(
     variant = codegen.with_warps_for(variant, form)
     from pagegen.costs import shipped_device
 
+    _refuse_no_gpu(target)
     device = shipped_device(target)  # first: what LLVM makes of an arch that is none (sm_9) ends the process
     compiled = compile_kernel(spec, layout, variant, target, form)
     return _facts(compiled, variant, target, device, "decode" if decode else "ragged")
+
+
+def _refuse_no_gpu(target: Target) -> None:
+    if not target.is_gpu:
+        raise ValueError(f"target must be a GPU such as sm_90 or gfx942 to compile for, got {target}")
 
 
 def compile_kernel(
@@ -83,8 +89,7 @@ def compile_kernel(
     """Triton's compiled kernel. See `compile_facts`."""
     if settings.interpreting():
         raise RuntimeError("compiling needs TRITON_INTERPRET unset: in an interpreting process nothing is compiled")
-    if not target.is_gpu:
-        raise ValueError(f"target must be a GPU such as sm_90 or gfx942 to compile for, got {target}")
+    _refuse_no_gpu(target)
     source = codegen.render_attention(spec, layout, variant, form)
     module = import_source(source)
     kernel = module.balanced_attention_kernel if variant.programs else module.paged_attention_kernel

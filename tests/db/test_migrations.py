@@ -205,7 +205,7 @@ def test_the_command_leads_a_file_up_and_back(tmp_path):
     assert json.loads(back.stdout) == {"database": str(path), "schema_version": 1}
     assert rows(path) == rows(restored(tmp_path / "again.db", 1))
     unknown = command("migrate", "--to", str(SCHEMA_VERSION + 1))
-    assert unknown.exit_code == 1
+    assert unknown.exit_code == 2
     assert f"version must be from 1 to {SCHEMA_VERSION}" in unknown.output
 
 

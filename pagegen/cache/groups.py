@@ -104,15 +104,16 @@ class GroupedAllocator:
 
     def mark_all_computed(self, seq_ids: Iterable[Hashable], lengths: Sequence[int] | None = None) -> list[BlockPairs]:
         """`mark_computed` for one step's sequences at once, up to `lengths` or their ends."""
-        ids = listed("seq_ids", seq_ids)
-        self.check_each(lambda a: steps.plan(a, a.rows(ids), steps.ends_of(a, a.rows(ids), lengths)))
-        return [allocator.mark_all_computed(ids, lengths) for allocator in self.allocators]
+        ids, ends = listed("seq_ids", seq_ids), None if lengths is None else listed("lengths", lengths)
+        self.check_each(lambda a: steps.plan(a, a.rows(ids), steps.ends_of(a, a.rows(ids), ends)))
+        return [allocator.mark_all_computed(ids, ends) for allocator in self.allocators]
 
     def abandon(self, seq_ids: Iterable[Hashable]) -> None:
         """Says that the last step announced for `seq_ids` failed, in every group. See `BlockAllocator.abandon`. Whoever
         loses computed tokens in one group loses them in all."""
         lengths: dict[Hashable, int] = {}
-        found = {i: min(a.table.announced.item(a.resident(i).row) for a in self.allocators) for i in seq_ids}
+        ids = listed("seq_ids", seq_ids)
+        found = {i: min(a.table.announced.item(a.resident(i).row) for a in self.allocators) for i in ids}
         while found != lengths:
             lengths, found = found, {}
             for plan in self.check_each(partial(steps.plan_abandon, lengths=lengths)):

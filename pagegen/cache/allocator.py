@@ -74,7 +74,7 @@ class BlockAllocator:
         packed = token_array(tokens)
         self.check_new("seq_id", seq_id)
         if most_cached is not None:
-            integer("most_cached", most_cached, 0)
+            most_cached = integer("most_cached", most_cached, 0)
         found = admission.plan(self, admission.known_chain(self, packed, context, most_cached), len(packed))
         self.pool.require(found.fresh, found.free)
         cached = admission.admit(self, seq_id, packed, context, found)
@@ -87,8 +87,7 @@ class BlockAllocator:
     ) -> bool:
         """Whether `add` of `num_tokens` tokens would succeed now, with room for `lookahead` tokens more. Given the
         `tokens` too, blocks found by prefix count as had; without them, none is assumed."""
-        integer("num_tokens", num_tokens, 0)
-        integer("lookahead", lookahead, 0)
+        num_tokens, lookahead = integer("num_tokens", num_tokens, 0), integer("lookahead", lookahead, 0)
         packed = token_array(() if tokens is None else tokens)
         if tokens is not None and len(packed) != num_tokens:
             raise ValueError(f"tokens must be num_tokens = {num_tokens} tokens, got {len(packed)}")
@@ -122,8 +121,8 @@ class BlockAllocator:
         """Takes back all tokens from `length` on. Others that share the blocks keep them. With a window, ValueError
         for a length from which the next query would see blocks already given back, other than 0: what the step last
         announced computes can always be taken back."""
-        state, table = self.check_truncate(seq_id, length), self.table
-        row = state.row
+        state, length = self.check_truncate(seq_id, length)
+        table, row = self.table, state.row
         before, released = table.lengths.item(row), table.released.item(row)
         held, kept = table.blocks_for(before), table.blocks_for(length)
         growth.forget_tokens(self, row, max(length, released * self.block_size), before)
@@ -136,12 +135,12 @@ class BlockAllocator:
         table.lengths[row] = length
         table.released[row] = min(released, kept)
 
-    def check_truncate(self, seq_id: Hashable, length: int) -> SequenceState:
-        """`state`, of a sequence that can be truncated to `length`. Raises what `truncate` does."""
+    def check_truncate(self, seq_id: Hashable, length: int) -> tuple[SequenceState, int]:
+        """`state`, of a sequence that can be truncated, and to what. Raises what `truncate` does."""
         state = self.resident(seq_id)
-        integer("length", length, 0, self.table.lengths.item(state.row))
+        length = integer("length", length, 0, self.table.lengths.item(state.row))
         window.check_truncate(self, state.row, length)
-        return state
+        return state, length
 
     def free(self, seq_id: Hashable) -> None:
         """Ends a sequence. Its blocks go back unless others refer to them; full computed ones stay findable until

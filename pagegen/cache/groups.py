@@ -48,7 +48,7 @@ class GroupedAllocator:
         for allocator in self.allocators:
             allocator.check_new("seq_id", seq_id)
         if most_cached is not None:
-            integer("most_cached", most_cached, 0)
+            most_cached = integer("most_cached", most_cached, 0)
         cached, plans = self._admissions(packed, context, len(packed), most_cached)
         for group, (allocator, found) in enumerate(zip(self.allocators, plans, strict=True)):
             with _in_group(group):
@@ -61,8 +61,9 @@ class GroupedAllocator:
         self, num_tokens: int, *, tokens: Iterable[int] | None = None, context: bytes = b"", lookahead: int = 0
     ) -> bool:
         """Whether `add` would succeed now in every group. See `BlockAllocator.can_admit`."""
+        num_tokens, lookahead = integer("num_tokens", num_tokens, 0), integer("lookahead", lookahead, 0)
         packed = None if tokens is None else token_array(tokens)
-        for allocator in self.allocators:  # checks the arguments; without tokens, that is all
+        for allocator in self.allocators:  # checks them; without tokens, that is all
             if not allocator.can_admit(num_tokens, tokens=packed, context=context, lookahead=lookahead):
                 return False
         if packed is None:

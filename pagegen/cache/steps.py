@@ -36,9 +36,8 @@ def ends_of(allocator: BlockAllocator, rows: Ints, lengths: list[int] | None) ->
         return most
     if len(lengths) != len(rows):
         raise ValueError(f"lengths must be one a sequence ({len(rows)}), got {len(lengths)}")
-    for length, at_most in zip(lengths, most.tolist(), strict=True):
-        integer("length", length, 0, at_most)
-    ends: Ints = np.maximum(np.array(lengths, dtype=np.int64), allocator.table.computed.take(rows))
+    checked = [integer("length", length, 0, of) for length, of in zip(lengths, most.tolist(), strict=True)]
+    ends: Ints = np.maximum(np.array(checked, dtype=np.int64), allocator.table.computed.take(rows))
     return ends
 
 

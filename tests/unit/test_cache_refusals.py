@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagegen import CacheLayout, PagedKVCache
-from pagegen.cache import BlockAllocator
+from pagegen.cache import BlockAllocator, GroupedAllocator
 
 
 @pytest.fixture
@@ -104,6 +104,27 @@ def test_tokens_of_odd_integers_are_named_too(cache):
 def test_a_block_size_beyond_any_is_named():
     with pytest.raises(ValueError, match=r"block_size must be in 1\.\.2147483647, got"):
         BlockAllocator(4, 2**70)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint64, np.int8, torch.tensor, Odd])
+def test_an_integer_of_any_kind_counts_like_one_of_python(kind):
+    """-5 of unsigned ones is a large number, and two small ones add up to less than either."""
+    found = []
+    for make in (int, kind):
+        allocator = BlockAllocator(30, 4, num_host_blocks=9)
+        allocator.add("a", range(9))
+        allocator.mark_computed("a", make(9))
+        allocator.mark_all_computed(["a"], [make(9)])
+        found += [allocator.add("b", range(9), most_cached=make(5)), allocator.add("c", range(9), most_cached=9)]
+        for each in (allocator, GroupedAllocator([BlockAllocator(30, 4)])):
+            found += [each.can_admit(make(n), lookahead=make(most)) for n in (3, 90, 120) for most in (0, 10, 120)]
+            found += [each.can_admit(make(9), tokens=range(9), lookahead=make(most)) for most in (1, 127)]
+        allocator.truncate("a", make(5))
+        allocator.swap_out("b")
+        found += [allocator.can_swap_in("b", lookahead=make(most)) for most in (1, 127)]
+        found += [allocator.sequence("a").tokens, allocator.block_ids("a"), allocator.stats()]
+        allocator.check_invariants()
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
 def test_integers_of_numpy_are_integers_everywhere(cache):

@@ -41,20 +41,17 @@ def own_database() -> str:
 
 def target_name() -> str:
     """The target to use in place of the machine's own (`PAGEGEN_TARGET`), or ""."""
-    return _asked_in_every_call("PAGEGEN_TARGET", b"PAGEGEN_TARGET")
+    return os.environ.get("PAGEGEN_TARGET", "") if _may_hold(b"PAGEGEN_TARGET") else ""
 
 
 def check_values() -> bool:
     """Whether every call checks block ids and lengths on the device (`PAGEGEN_CHECK=1`)."""
-    return _asked_in_every_call("PAGEGEN_CHECK", b"PAGEGEN_CHECK") == "1"
+    return _may_hold(b"PAGEGEN_CHECK") and os.environ.get("PAGEGEN_CHECK") == "1"
 
 
-def _asked_in_every_call(name: str, encoded: bytes) -> str:
-    """A variable, or "", in 0.1 us where it is not set."""
-    if os.environ is not _ENVIRONMENT:  # tests put a dictionary there
-        return os.environ.get(name, "")
-    value = _WRAPPED.get(encoded)
-    return os.fsdecode(value) if value else ""
+def _may_hold(name: bytes) -> bool:
+    """Whether os.environ must be asked for a variable: where it is set, or a test put a dictionary there."""
+    return name in _WRAPPED or os.environ is not _ENVIRONMENT
 
 
 def cxx() -> str:

@@ -1,7 +1,8 @@
 """`BlockAllocator`: the cache's bookkeeping, without torch.
 
-Every operation checks first and changes afterwards, so one that raises has changed nothing. Nothing here is
-thread-safe: one scheduler owns the cache, and what it looked up is checked again by the call that takes it.
+Every operation reads what it is given first, which may be a generator that changes the cache, then checks, and changes
+afterwards, so one that raises has changed nothing. Nothing here is thread-safe: one scheduler owns the cache, and what
+it looked up is checked again by the call that takes it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pagegen.cache.arrays import Ints
 from pagegen.cache.growth import BlockPairs
 from pagegen.cache.pool import BlockPool, OutOfBlocks
 from pagegen.cache.prefix import NO_NODE
-from pagegen.cache.sequence import SequenceState, integer, listed, token_array
+from pagegen.cache.sequence import SequenceState, check_id, integer, listed, token_array
 from pagegen.cache.steps_compiled import open_steps
 from pagegen.cache.table import SequenceTable
 from pagegen.cache.view import SequenceView
@@ -70,10 +71,10 @@ class BlockAllocator:
         content, tenant: whatever changes keys and values besides the tokens) share blocks. With a window, what the
         next query sees of the cached tokens is enough. `most_cached` tokens are taken as cached at most: 0 computes all
         of them again, as the log-probabilities of a prompt need."""
-        self.check_new("seq_id", seq_id)
         packed = token_array(tokens)
+        self.check_new("seq_id", seq_id)
         if most_cached is not None:
-            integer("most_cached", most_cached, 0)
+            most_cached = integer("most_cached", most_cached, 0)
         found = admission.plan(self, admission.known_chain(self, packed, context, most_cached), len(packed))
         self.pool.require(found.fresh, found.free)
         cached = admission.admit(self, seq_id, packed, context, found)
@@ -86,8 +87,7 @@ class BlockAllocator:
     ) -> bool:
         """Whether `add` of `num_tokens` tokens would succeed now, with room for `lookahead` tokens more. Given the
         `tokens` too, blocks found by prefix count as had; without them, none is assumed."""
-        integer("num_tokens", num_tokens, 0)
-        integer("lookahead", lookahead, 0)
+        num_tokens, lookahead = integer("num_tokens", num_tokens, 0), integer("lookahead", lookahead, 0)
         packed = token_array(() if tokens is None else tokens)
         if tokens is not None and len(packed) != num_tokens:
             raise ValueError(f"tokens must be num_tokens = {num_tokens} tokens, got {len(packed)}")
@@ -97,11 +97,11 @@ class BlockAllocator:
     def append(self, seq_id: Hashable, tokens: Iterable[int]) -> BlockPairs:
         """Makes room for `tokens` at the end. Where they would be written into a block that others refer to, the
         sequence gets a copy: the (source, target) pairs returned must be copied before anything is written."""
-        return growth.append(self, self.resident(seq_id).row, token_array(tokens))
+        return growth.append(self, packed=token_array(tokens), row=self.resident(seq_id).row)
 
     def append_each(self, seq_ids: Iterable[Hashable], tokens: Iterable[int]) -> BlockPairs:
         """`append` of one token to each of many sequences, tokens[i] to seq_ids[i]: all or, on OutOfBlocks, none."""
-        return growth.append_each(self, self.rows(seq_ids), token_array(tokens))
+        return growth.append_each(self, packed=token_array(tokens), rows=self.rows(seq_ids))
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Starts `child` as a copy of `parent` that shares every block of it. Fork after the parent was computed:
@@ -121,8 +121,8 @@ class BlockAllocator:
         """Takes back all tokens from `length` on. Others that share the blocks keep them. With a window, ValueError
         for a length from which the next query would see blocks already given back, other than 0: what the step last
         announced computes can always be taken back."""
-        state, table = self.check_truncate(seq_id, length), self.table
-        row = state.row
+        state, length = self.check_truncate(seq_id, length)
+        table, row = self.table, state.row
         before, released = table.lengths.item(row), table.released.item(row)
         held, kept = table.blocks_for(before), table.blocks_for(length)
         growth.forget_tokens(self, row, max(length, released * self.block_size), before)
@@ -135,12 +135,12 @@ class BlockAllocator:
         table.lengths[row] = length
         table.released[row] = min(released, kept)
 
-    def check_truncate(self, seq_id: Hashable, length: int) -> SequenceState:
-        """`state`, of a sequence that can be truncated to `length`. Raises what `truncate` does."""
+    def check_truncate(self, seq_id: Hashable, length: int) -> tuple[SequenceState, int]:
+        """`state`, of a sequence that can be truncated, and to what. Raises what `truncate` does."""
         state = self.resident(seq_id)
-        integer("length", length, 0, self.table.lengths.item(state.row))
+        length = integer("length", length, 0, self.table.lengths.item(state.row))
         window.check_truncate(self, state.row, length)
-        return state
+        return state, length
 
     def free(self, seq_id: Hashable) -> None:
         """Ends a sequence. Its blocks go back unless others refer to them; full computed ones stay findable until
@@ -166,8 +166,9 @@ class BlockAllocator:
     def mark_all_computed(self, seq_ids: Iterable[Hashable], lengths: Sequence[int] | None = None) -> BlockPairs:
         """`mark_computed` for one step's sequences at once, up to `lengths` or their ends: either all or, on
         OutOfBlocks, none."""
+        given = None if lengths is None else listed("lengths", lengths)
         rows = self.rows(seq_ids)
-        return self.announce(rows, steps.ends_of(self, rows, lengths))
+        return self.announce(rows, steps.ends_of(self, rows, given))
 
     def announce(self, rows: Ints, ends: Ints) -> BlockPairs:
         """`mark_all_computed` by table row, of lengths known to be right."""
@@ -181,7 +182,7 @@ class BlockAllocator:
         they found: copies count as written. A step that succeeded may be abandoned as well, and costs its time again.
 
         Raises ValueError, naming the sequences to free first, where a window gave back what they would see again."""
-        self.take_back({seq_id: self.table.announced.item(self.resident(seq_id).row) for seq_id in seq_ids})
+        self.take_back({i: self.table.announced.item(self.resident(i).row) for i in listed("seq_ids", seq_ids)})
 
     def take_back(self, lengths: dict[Hashable, int]) -> None:
         """`abandon`, of what was to be computed behind `lengths`."""
@@ -274,11 +275,11 @@ class BlockAllocator:
         """The table rows of several sequences, each named once; the same array for the same ids as last time, so that
         whoever keeps something for the next step knows its rows again by `is`."""
         ids = listed("seq_ids", seq_ids)
-        if self._last_rows is not None and self._last_rows[0] == ids:
-            return self._last_rows[1]
         try:
+            if self._last_rows is not None and self._last_rows[0] == ids:
+                return self._last_rows[1]
             states = [state for state in map(self.sequences.get, ids) if state is not None and state.host is None]
-        except TypeError:  # an id that cannot be hashed
+        except (TypeError, ValueError, RuntimeError):  # an id that cannot be hashed, or compared with one
             states = []
         if len(states) != len(ids):
             states = [self.resident(seq_id) for seq_id in ids]  # raises, naming the one that is not here
@@ -292,9 +293,6 @@ class BlockAllocator:
 
     def check_new(self, argument: str, seq_id: Hashable) -> None:
         """Raises ValueError unless `seq_id` can be given to a new sequence."""
-        try:
-            taken = seq_id in self.sequences
-        except TypeError:
-            raise TypeError(f"{argument} must be hashable, got {type(seq_id).__name__} {seq_id!r}") from None
-        if taken:
+        check_id(argument, seq_id)
+        if seq_id in self.sequences:
             raise ValueError(f"{argument} must be new, got {seq_id!r}, which is in the cache")

@@ -48,7 +48,7 @@ class GroupedAllocator:
         for allocator in self.allocators:
             allocator.check_new("seq_id", seq_id)
         if most_cached is not None:
-            integer("most_cached", most_cached, 0)
+            most_cached = integer("most_cached", most_cached, 0)
         cached, plans = self._admissions(packed, context, len(packed), most_cached)
         for group, (allocator, found) in enumerate(zip(self.allocators, plans, strict=True)):
             with _in_group(group):
@@ -61,8 +61,9 @@ class GroupedAllocator:
         self, num_tokens: int, *, tokens: Iterable[int] | None = None, context: bytes = b"", lookahead: int = 0
     ) -> bool:
         """Whether `add` would succeed now in every group. See `BlockAllocator.can_admit`."""
+        num_tokens, lookahead = integer("num_tokens", num_tokens, 0), integer("lookahead", lookahead, 0)
         packed = None if tokens is None else token_array(tokens)
-        for allocator in self.allocators:  # checks the arguments; without tokens, that is all
+        for allocator in self.allocators:  # checks them; without tokens, that is all
             if not allocator.can_admit(num_tokens, tokens=packed, context=context, lookahead=lookahead):
                 return False
         if packed is None:
@@ -104,15 +105,16 @@ class GroupedAllocator:
 
     def mark_all_computed(self, seq_ids: Iterable[Hashable], lengths: Sequence[int] | None = None) -> list[BlockPairs]:
         """`mark_computed` for one step's sequences at once, up to `lengths` or their ends."""
-        ids = listed("seq_ids", seq_ids)
-        self.check_each(lambda a: steps.plan(a, a.rows(ids), steps.ends_of(a, a.rows(ids), lengths)))
-        return [allocator.mark_all_computed(ids, lengths) for allocator in self.allocators]
+        ids, ends = listed("seq_ids", seq_ids), None if lengths is None else listed("lengths", lengths)
+        self.check_each(lambda a: steps.plan(a, a.rows(ids), steps.ends_of(a, a.rows(ids), ends)))
+        return [allocator.mark_all_computed(ids, ends) for allocator in self.allocators]
 
     def abandon(self, seq_ids: Iterable[Hashable]) -> None:
         """Says that the last step announced for `seq_ids` failed, in every group. See `BlockAllocator.abandon`. Whoever
         loses computed tokens in one group loses them in all."""
         lengths: dict[Hashable, int] = {}
-        found = {i: min(a.table.announced.item(a.resident(i).row) for a in self.allocators) for i in seq_ids}
+        ids = listed("seq_ids", seq_ids)
+        found = {i: min(a.table.announced.item(a.resident(i).row) for a in self.allocators) for i in ids}
         while found != lengths:
             lengths, found = found, {}
             for plan in self.check_each(partial(steps.plan_abandon, lengths=lengths)):

@@ -53,8 +53,10 @@ def pack_tokens(tokens: Iterable[int], name: str = "tokens") -> array[int]:
         values = tokens if plain else list(tokens)
         return array(TOKEN_CODE, values)
     except OverflowError:
-        wrong = next(value for value in values if not 0 <= value <= _MAX_TOKEN)
+        wrong = next((value for value in map(operator.index, values) if not 0 <= value <= _MAX_TOKEN), "another")
         raise ValueError(f"{name} must be in 0..{_MAX_TOKEN}, got {wrong}") from None
+    except IndexError:
+        raise ValueError(f"{name} must stay as they are while they are read, got a list that became shorter") from None
     except TypeError as error:
         raise TypeError(f"{name} must be a sequence of integers, got {type(tokens).__name__} ({error})") from None
 
@@ -95,6 +97,17 @@ def listed(name: str, values: Iterable[T]) -> list[T]:
         return list(values)
     except TypeError:
         raise TypeError(f"{name} must be a sequence, got {type(values).__name__} {values!r}") from None
+
+
+def check_id(name: str, value: Hashable) -> None:
+    """Raises TypeError for what cannot name a sequence: for a tensor too, whose hash tells it from others where `==`
+    does not."""
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{name} must be hashable, got {type(value).__name__} {value!r}") from None
+    if not isinstance(value == value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be hashable and compare to True or False, got {type(value).__name__} {value!r}")
 
 
 def integer(name: str, value: int, at_least: int, at_most: int | None = None) -> int:

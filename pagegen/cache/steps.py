@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pagegen.cache.arrays import Ids, Ints
 from pagegen.cache.growth import BlockPairs, copies_needed, own_block
-from pagegen.cache.sequence import SequenceState, integer, listed
+from pagegen.cache.sequence import SequenceState, integer
 from pagegen.cache.table import spread
 from pagegen.cache.window import first_seen_block, release_unseen
 
@@ -28,18 +28,16 @@ class Work(NamedTuple):
     indices: Ints
 
 
-def ends_of(allocator: BlockAllocator, rows: Ints, lengths: Sequence[int] | None) -> Ints:
+def ends_of(allocator: BlockAllocator, rows: Ints, lengths: list[int] | None) -> Ints:
     """How far `rows` are computed once they are up to `lengths`; None stands for all that there is of each. Raises
     ValueError or TypeError for a wrong one."""
     most: Ints = allocator.table.lengths.take(rows)
     if lengths is None:
         return most
-    given = listed("lengths", lengths)
-    if len(given) != len(rows):
-        raise ValueError(f"lengths must be one a sequence ({len(rows)}), got {len(given)}")
-    for length, at_most in zip(given, most.tolist(), strict=True):
-        integer("length", length, 0, at_most)
-    ends: Ints = np.maximum(np.array(given, dtype=np.int64), allocator.table.computed.take(rows))
+    if len(lengths) != len(rows):
+        raise ValueError(f"lengths must be one a sequence ({len(rows)}), got {len(lengths)}")
+    checked = [integer("length", length, 0, of) for length, of in zip(lengths, most.tolist(), strict=True)]
+    ends: Ints = np.maximum(np.array(checked, dtype=np.int64), allocator.table.computed.take(rows))
     return ends
 
 

@@ -142,11 +142,12 @@ class PagedKVCache:
 
     def ask(self, seq_ids: Iterable[Hashable], query_lens: Sequence[int] | None, buffers: BatchBuffers | None) -> Asked:
         """What `batch` was asked for, checked: raises what it does but for OutOfBlocks, and changes nothing."""
+        given = None if query_lens is None else listed("query_lens", query_lens)
         rows = self.allocator.rows(seq_ids)
         if not len(rows):
             raise ValueError("seq_ids must name at least one sequence, got none")
         starts, lengths = self.allocator.table.computed.take(rows), self.allocator.table.lengths.take(rows)
-        ends = lengths if query_lens is None else starts + self._counts(rows, lengths - starts, query_lens)
+        ends = lengths if given is None else starts + self._counts(rows, lengths - starts, given)
         counts = ends - starts
         total, max_query_len, max_seq_len = int(counts.sum()), int(counts.max()), int(ends.max())
         if buffers is not None:
@@ -203,20 +204,19 @@ class PagedKVCache:
         """Raises `InvariantBroken`, naming the invariant, if the bookkeeping contradicts itself."""
         self.allocator.check_invariants()
 
-    def _counts(self, rows: Ints, left: Ints, query_lens: Sequence[int]) -> Ints:
+    def _counts(self, rows: Ints, left: Ints, given: list[int]) -> Ints:
         """The query lengths asked for, each in 0..left[i]."""
-        given = listed("query_lens", query_lens)
         if len(given) != len(rows):
             raise ValueError(f"query_lens must have one entry a sequence ({len(rows)}), got {len(given)}")
         for count in given:
             if isinstance(count, (bool, np.bool_)) or not isinstance(count, (int, np.integer)):
                 raise TypeError(f"query_lens must hold integers, got {type(count).__name__} {count!r}")
-        counts = np.array(given, dtype=np.int64)
-        for i in ((counts < 0) | (counts > left)).nonzero()[0].tolist():
-            state = self.allocator.table.states[rows[i]]
-            name = "" if state is None else repr(state.seq_id)
-            raise ValueError(f"query_lens must be in 0..{left[i]} (tokens not computed) for {name}, got {given[i]}")
-        return counts
+        for row, count, most in zip(rows.tolist(), given, left.tolist(), strict=True):
+            if not 0 <= count <= most:
+                state = self.allocator.table.states[row]
+                name = "" if state is None else repr(state.seq_id)
+                raise ValueError(f"query_lens must be in 0..{most} (tokens not computed) for {name}, got {count}")
+        return np.array(given, dtype=np.int64)
 
     def _layer(self, layer: int) -> int:
         if check.integer("layer", layer, at_least=0) >= self.num_layers:

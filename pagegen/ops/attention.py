@@ -17,8 +17,8 @@ from pagegen.reference import reference_attention, value_width
 from pagegen.spec import AttentionSpec, CacheLayout, Variant
 from pagegen.targets.call import AttentionCall, AttentionKernel
 
-# What a call looks like to the host -> its plan. A tuple of integers and strings costs 1 us to hash where a
-# validated AttentionSpec costs 20 us to build.
+# PAGEGEN_TARGET, and what a call looks like to the host -> its plan. A tuple of integers and strings costs 1 us to hash
+# where a validated AttentionSpec costs 20 us to build.
 PLANS: dict[tuple[Any, ...], plans.Plan] = {}
 # What the checks look at, of calls that passed them -> what follows from it. Checking costs 25 us, the look-up 4. The
 # keys hold shapes, strides and dtypes, never a tensor; whatever differs from a call that passed is checked.
@@ -69,7 +69,8 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """`torch.ops.pagegen.paged_attention`; see `pagegen.paged_attention` for the arguments."""
     tensors, values = _divided(q, k_cache, v_cache, block_table, seq_lens, options)
-    prepared = _RECENT.find(tensors, values)
+    recent = _RECENT
+    prepared = recent.find(tensors, values)
     known = prepared.known if prepared else _known(tensors, q, k_cache, v_cache, block_table, seq_lens, options)
     if settings.check_values():
         _check_values(q, k_cache, block_table, seq_lens, options)
@@ -84,7 +85,7 @@ def paged_attention(
     captured = operands.captures(q, options, captures) if known.modified or captures else ()
     if prepared is None:
         prepared = _prepared(known, q, k_cache, v_cache, seq_lens, options)
-        _RECENT.keep(tensors, values, prepared)
+        recent.keep(tensors, values, prepared)
     if prepared.kernel is None:
         options["captures"] = captured
         _dense(q, k_cache, v_cache, block_table, seq_lens, out, lse if return_lse else None, options)
@@ -108,17 +109,18 @@ def paged_attention(
 
 
 def forget() -> None:
-    """Every plan is looked up anew: what is prepared has changed."""
-    PLANS.clear()
-    _RECENT.clear()
+    """Every plan is looked up anew: what is prepared has changed. What a call of another thread found before, it keeps
+    where nobody looks any more."""
+    global PLANS, _RECENT
+    PLANS, _RECENT = {}, repeated.Recent()
 
 
 def _divided(
     q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, options: dict[str, Any]
 ) -> tuple[list[Tensor], list[Any]]:
-    """The tensors of a call, and the values of its other options behind the names of all."""
+    """The tensors of a call, and the values of its other options behind the target and the names of all."""
     tensors = [q, k_cache, block_table, seq_lens]
-    values: list[Any] = [*options]
+    values: list[Any] = [settings.target_name(), *options]
     if v_cache is None:
         values.append(None)
     else:
@@ -179,7 +181,10 @@ def _prepared(
     options: dict[str, Any],
 ) -> _Prepared:
     """The plan and the kernel for a call."""
-    plan = PLANS.get(known.key) or _plan(known, q, k_cache, v_cache, options)
+    key, made = (settings.target_name(), known.key), PLANS
+    plan = made.get(key)
+    if plan is None:
+        plan = made[key] = _plan(known, q, k_cache, v_cache, options)
     max_query_len, max_seq_len = _bounds(known, options)
     kernel = _kernel(plan, seq_lens.shape[0], max_query_len, max_seq_len, options.get("variant"))
     return _Prepared(known, plan, kernel, max_query_len, max_seq_len)
@@ -248,7 +253,7 @@ def _plan_key(
 
 
 def _plan(known: _Known, q: Tensor, k_cache: Tensor, v_cache: Tensor | None, options: dict[str, Any]) -> plans.Plan:
-    """The plan of calls of one key, from now on in PLANS."""
+    """The plan of calls of one key."""
     option = options.get
     spec = AttentionSpec(
         num_q_heads=q.shape[1],
@@ -271,8 +276,7 @@ def _plan(known: _Known, q: Tensor, k_cache: Tensor, v_cache: Tensor | None, opt
         batch_invariant=option("batch_invariant", False),
     )
     layout = CacheLayout(block_size=k_cache.shape[1], order=plans.order_of(k_cache))
-    plan = PLANS[known.key] = plans.lookup(spec, layout, plans.target_of(q.device))
-    return plan
+    return plans.lookup(spec, layout, plans.target_of(q.device))
 
 
 def _granularity(*scales: Tensor | None) -> str:

@@ -36,10 +36,6 @@ class Recent(Generic[Found]):
         if like(*tensors):  # of a tensor that is there twice torch's check says no
             self._kept = ((torch.is_grad_enabled(), values, like, found), *self._kept[: _MOST - 1])
 
-    def clear(self) -> None:
-        """Nothing is known any more."""
-        self._kept = ()
-
 
 def form(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """All that checks look at but values and addresses. (One flat list: a function a tensor took 1.5 us more.)"""
@@ -66,7 +62,7 @@ def _guards() -> Any:
     2.13, and `form` serves."""
     try:
         guards: Any = torch._C._dynamo.guards.TensorGuards
-        one = torch.empty(2, 3, device="cpu")
+        one = torch.empty(2, 3, dtype=torch.float32, device="cpu")  # whatever the default is where it is imported
         like = guards(one, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
         others = (one.half(), one[:1], one[:, :2], one.new_empty(3, 2).t(), one.clone().requires_grad_())
         works = like(one) and like(one.clone()) and not any(map(like, others))

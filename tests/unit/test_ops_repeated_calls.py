@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     if request.param == "pagegen's own":
         monkeypatch.setattr(repeated, "_Guards", None)
     attention.forget()
-    cache_ops._RECENT.clear()
+    monkeypatch.setattr(cache_ops, "_RECENT", repeated.Recent())
 
 
 def operands(**changes: Any) -> dict[str, Any]:
@@ -77,6 +79,47 @@ def test_values_are_checked_in_every_call_once_asked_for(monkeypatch: pytest.Mon
         pagegen.paged_attention(**given)
 
 
+def test_values_are_checked_where_a_test_put_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands()
+    pagegen.paged_attention(**given)
+    given["seq_lens"][0] = 9
+    monkeypatch.setattr(os, "environ", {"PAGEGEN_CHECK": "1"})
+    with pytest.raises(ValueError, match=r"seq_lens\[0\] must be in 0..8, got 9"):
+        pagegen.paged_attention(**given)
+
+
+def test_a_target_named_between_two_calls_is_seen_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands()
+    for _ in range(2):
+        pagegen.paged_attention(**given)
+    with monkeypatch.context() as patch:
+        patch.setenv("PAGEGEN_TARGET", "sm_90")
+        with pytest.raises(ValueError, match="PAGEGEN_TARGET must be cpu or interpreter"):
+            pagegen.paged_attention(**given)
+    plans = len(attention.PLANS)
+    pagegen.paged_attention(**given)
+    assert len(attention.PLANS) == plans == 1
+
+
+def test_a_plan_found_before_another_thread_prepared_one_serves_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands()
+    pagegen.paged_attention(**given)
+    (old,) = attention.PLANS.values()
+    new = dataclasses.replace(old)
+
+    def overtaken(*args: Any) -> Any:
+        monkeypatch.setattr(attention.plans, "lookup", lambda *args: new)
+        attention.forget()  # what `prepare` ends with
+        return old
+
+    attention.forget()
+    monkeypatch.setattr(attention.plans, "lookup", overtaken)
+    for _ in range(2):
+        pagegen.paged_attention(**given)
+    assert [*attention.PLANS.values()] == [new]
+    assert attention._RECENT._kept[0][3].plan is new
+
+
 def test_a_refused_call_is_refused_again() -> None:
     given = operands(seq_lens=torch.tensor([5, 3], dtype=torch.int32))
     for _ in range(2):
@@ -122,6 +165,18 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a gradient": lambda x: x.clone().requires_grad_(),
     "a class": lambda x: torch.nn.Parameter(x, requires_grad=False),
 }
+
+
+def test_torch_guards_are_recognised_whatever_the_default_dtype_is_where_they_are_loaded() -> None:
+    before = torch.get_default_dtype()
+    found = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(repeated._guards())
+        finally:
+            torch.set_default_dtype(before)
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("change", FORMS)

@@ -227,7 +227,9 @@ class Session:
     def _confirm(self, cell: Cell, until: float, trials: float) -> None:
         """Fresh samples for the variant that looks best, side by side with those that the search cannot tell from it,
         as far as the budget allows; until the decision rests on such samples."""
-        while found := leaders(self.evidence(cell), cell.loads):
+        before = list[Variant]()
+        while (found := leaders(self.evidence(cell), cell.loads)) and found != before:
+            before = found
             left = self._left(trials)
             round_s = sum(self.evidence(cell).cost_us(w) for w, _ in cell.loads) / 1e6
             in_time = min(1e9, (until - self._clock()) / max(1e-9, CONFIRM_ROUNDS * round_s))
@@ -237,12 +239,14 @@ class Session:
 
     def _divide(self, cell: Cell, until: float, trials: float) -> None:
         """Fresh samples, beside what was chosen, for variants that would serve a part of the batches better."""
+        before = None
         while cell.batches != "all":
             winner = best(self.evidence(cell), cell.loads)
             chosen = winner.variant if winner else cell.default
             wanted = divisions(self.evidence(cell), cell.loads, chosen)
-            if not wanted:
+            if not wanted or wanted == before:
                 return
+            before = wanted
             for variant, part in wanted:
                 if not self._fresh(cell, [chosen, variant], [w for w, _ in part], until, trials):
                     return
@@ -250,7 +254,8 @@ class Session:
     def _fresh(
         self, cell: Cell, variants: Sequence[Variant], workloads: Sequence[Workload], until: float, trials: float
     ) -> bool:
-        """Rounds for `variants` beside the default on some workloads; False where one failed or a budget ended."""
+        """Rounds for `variants` beside the default on some workloads, but for those on which there are enough: of a run
+        that was killed, or of another tuner that works beside this one. False where one failed or a budget ended."""
         asked = list(dict.fromkeys([cell.default, *variants]))
         if len(self._trials.checked(cell, asked)) < len(asked):
             return False
@@ -259,6 +264,9 @@ class Session:
 
         def races() -> Iterator[Race]:
             for workload in workloads:
+                if set.intersection(*(self.evidence(cell).sessions(v, workload, CONFIRM) for v in asked)):
+                    self._line.expect(1 - len(asked))
+                    continue
                 if not self._fits(cell, workload, len(asked), until, trials):
                     self.left_out.append(f"{cell.name}: fresh samples to confirm {variants[-1].name}")
                     return

@@ -6,6 +6,7 @@ import itertools
 import signal
 import sys
 import threading
+from collections import Counter
 
 import pytest
 from pagegen_autotune import Report, tune, tune_fleet, tuner
@@ -32,7 +33,7 @@ from tuning_fakes import (
 from pagegen import costs, targets
 from pagegen.db import open_db
 from pagegen.spec import CacheLayout, DispatchRule, Profile, Status, Target, Workload
-from pagegen.spec.result import COMPARE, GAUGE, PURPOSE, SESSION
+from pagegen.spec.result import COMPARE, CONFIRM, GAUGE, PURPOSE, SESSION
 from pagegen.targets.errors import CannotBuild, CompileError
 
 LAYOUT = CacheLayout(block_size=16)
@@ -277,6 +278,24 @@ def test_ctrl_c_keeps_what_was_measured_and_a_second_run_finishes_the_rest(db, s
     run(FakeStore(), whole, block_sizes=(16, 32))
     # at most the rounds of one interrupted comparison (four of sixteen variants) are taken again
     assert len(second.sampled) <= len(whole.sampled) - stop_at + 64
+
+
+@pytest.mark.parametrize("races", [1, 2])
+def test_a_run_that_was_stopped_while_it_confirmed_takes_only_the_fresh_samples_that_it_lacks(db, races):
+    def confirmed(trials):
+        return [t for t in trials if t.environment[PURPOSE] == CONFIRM]
+
+    times, whole = table(s8=0.8), FakeStore()
+    run(whole, FakeBench(times))
+    wanted = confirmed(whole.recorded)
+    sessions = list(dict.fromkeys(t.environment[SESSION] for t in wanted))
+    first = [t for t in wanted if t.environment[SESSION] in sessions[:races]]
+    earlier = whole.recorded[: whole.recorded.index(wanted[0])]
+    run(db, FakeBench(times, stop_at=sum(len(t.samples_us) for t in (*earlier, *first))))
+    assert len(confirmed(db.trials(spec=SPEC))) == len(first) > 0
+    run(db, FakeBench(times))
+    found = confirmed(db.trials(spec=SPEC))
+    assert Counter((t.variant, t.workload) for t in found) == Counter((t.variant, t.workload) for t in wanted)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -63,7 +63,7 @@ coverage: $(TOOLS)
 
 # docs/compatibility.md: the tests that show what works with which host library, and what they found.
 compatibility: $(TOOLS)
-	$(PY) -m pytest -m compat --record-compatibility tests
+	$(PY) -m pytest -m compat --nightly --record-compatibility tests
 
 # What bench/gpu_check.py does on a GPU (docs/gpu-check.md), on the CPU with small sizes: a minute or two, no figures.
 gpu-check: $(TOOLS)

@@ -206,7 +206,7 @@ def test_the_command_leads_a_file_up_and_back(tmp_path):
     assert rows(path) == rows(restored(tmp_path / "again.db", 1))
     unknown = command("migrate", "--to", str(SCHEMA_VERSION + 1))
     assert unknown.exit_code == 2
-    assert f"version must be from 1 to {SCHEMA_VERSION}" in unknown.output
+    assert f"must be at most the present version {SCHEMA_VERSION}, got {SCHEMA_VERSION + 1}" in unknown.output
 
 
 def test_a_version_that_is_not_known_is_refused(tmp_path):

@@ -54,10 +54,10 @@ class StopSignal:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Puts the handlers of SIGINT and SIGTERM back that a library replaces. They are installed anew even where Python
+    """Puts the handlers of SIGNALS back that a library replaces. They are installed anew even where Python
     knows of no change: `ray.init` puts one for SIGTERM beneath Python, which prints a stack and aborts."""
     main = threading.current_thread() is threading.main_thread()
-    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)] if main else []
+    before = [(number, signal.getsignal(number)) for number in SIGNALS] if main else []
     try:
         yield
     finally:

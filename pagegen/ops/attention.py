@@ -118,12 +118,11 @@ def forget() -> None:
 def _divided(
     q: Tensor, k_cache: Tensor, v_cache: Tensor | None, block_table: Tensor, seq_lens: Tensor, options: dict[str, Any]
 ) -> tuple[list[Tensor], list[Any]]:
-    """The tensors of a call, and the values of its other options behind the target and the names of all."""
+    """The tensors of a call, and the values of its other options behind the target, whether V is part of K, and the
+    names of all."""
     tensors = [q, k_cache, block_table, seq_lens]
-    values: list[Any] = [settings.target_name(), *options]
-    if v_cache is None:
-        values.append(None)
-    else:
+    values: list[Any] = [settings.target_name(), v_cache is None, *options]
+    if v_cache is not None:
         tensors.append(v_cache)
     for name, value in options.items():
         (tensors if name in _TENSORS and value is not None else values).append(value)

@@ -58,8 +58,8 @@ def of_the_form(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 def _guards() -> Any:
     """What torch.compile checks tensors with: dtype, device, sizes, strides, class and requires_grad, of five in 0.4 us
-    where `form` and its comparison take 3. It is private: None where it is not there, or not what it was in 2.10 to
-    2.13, and `form` serves."""
+    where `form` and its comparison take 3. It is private: None where it is not there, or not what it is in torch 2.13
+    (other versions were not tried), and `form` serves."""
     try:
         guards: Any = torch._C._dynamo.guards.TensorGuards
         one = torch.empty(2, 3, dtype=torch.float32, device="cpu")  # whatever the default is where it is imported

@@ -22,7 +22,7 @@ template <class C> struct Bytes : TileRows<C> {
   using Base = TileRows<C>;
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
   using typename Base::M, typename Base::Q, typename Base::Rows, typename Base::Span, typename Base::State;
-  using Base::D, Base::DV, Base::OUT, Base::R, Base::SUMS, Base::TILE, Base::TOKENS, Base::ZEROS;
+  using Base::D, Base::DV, Base::OUT, Base::R, Base::TILE, Base::ZEROS;
   using Base::PACKED;
 
   static constexpr int PER_BYTE = PACKED ? 2 : 1;
@@ -35,7 +35,7 @@ template <class C> struct Bytes : TileRows<C> {
 
   struct Factor { // R rows of q as the products take them
     alignas(64) int8_t high[R][PIECES][PER_BYTE][64], low[R][PIECES][PER_BYTE][64]; // int4: even, odd elements
-    alignas(64) float unit[SUMS], offset[SUMS]; // a score is (sum - offset) * unit
+    float unit[R], offset[R]; // a score is (sum - offset) * unit
   };
   struct Query { // R rows of one query
     Factor rounded, rest;
@@ -90,41 +90,48 @@ template <class C> struct Bytes : TileRows<C> {
   }
 
   static void load_query(const Args& a, int64_t token, int head, Query& q) {
+    alignas(64) float x[R][D];
     std::memset((void*)&q, 0, sizeof q);
     for (int r = 0; r < R; r++) {
       const Q* from = (const Q*)a.q + token * a.q_token_stride + (head + r) * a.q_head_stride;
-      alignas(64) float x[D];
       vf sum = vf{};
       for (int i = 0; i < D; i += W) {
         const vf loaded = load_float(from + i);
-        store(x + i, loaded);
+        store(x[r] + i, loaded);
         sum = sum + loaded;
       }
       q.sum[r] = sum_lanes(sum);
       // 1/160: the largest is some 50 times the spread of the others. Up to there scores are off by 1e-3 of theirs.
-      q.coarse |= keep_row(x, r, q.rounded) < 1.0f / 160;
-      keep_row(x, r, q.rest);
+      q.coarse |= keep_row(x[r], r, q.rounded) < 1.0f / 160;
     }
+    for (int r = 0; r < R && q.coarse; r++) keep_row(x[r], r, q.rest);
   }
   // Returns the evenness, and leaves in `x` what the rounding left.
   static float keep_row(float* x, int r, Factor& to) {
     alignas(64) int8_t high[D], low[D];
     const Planes planes = to_planes(x, {0, D}, high, low);
-    for (int i = 0; i < D; i++) {
-      const int byte = i / PER_BYTE;
-      to.high[r][byte / 64][i % PER_BYTE][byte % 64] = high[i];
-      to.low[r][byte / 64][i % PER_BYTE][byte % 64] = low[i];
-    }
-    std::fill_n(to.unit + r * TOKENS, TOKENS, planes.unit);
-    std::fill_n(to.offset + r * TOKENS, TOKENS, (float)planes.total * OFFSET);
+    deal(high, to.high[r]);
+    deal(low, to.low[r]);
+    to.unit[r] = planes.unit;
+    to.offset[r] = (float)planes.total * OFFSET;
     subtract_planes(x, {0, D}, high, low, planes.unit);
     return planes.evenness;
   }
-
-  // N bytes, unsigned; int4: of its even and of its odd elements. What is past them meets zeroes.
-  template <int N> static PAGEGEN_INLINE void load_unsigned(const KV* p, __m512i* out) {
-    to_unsigned(N == 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << (N % 64)) - 1, p), out);
+  // Bytes to where those of a key that they meet lie.
+  static PAGEGEN_INLINE void deal(const int8_t* plane, int8_t (*to)[PER_BYTE][64]) {
+    for (int i = 0; i < D; i += 16) {
+      const __m128i x = _mm_load_si128((const __m128i*)(plane + i));
+      const int byte = i / PER_BYTE;
+      int8_t(*piece)[64] = to[byte / 64];
+      if constexpr (PACKED) {
+        _mm_storel_epi64((__m128i*)(piece[0] + byte % 64), _mm_cvtepi16_epi8(x));
+        _mm_storel_epi64((__m128i*)(piece[1] + byte % 64), _mm_cvtepi16_epi8(_mm_srli_epi16(x, 8)));
+      } else {
+        _mm_store_si128((__m128i*)(piece[0] + byte % 64), x);
+      }
+    }
   }
+
   static PAGEGEN_INLINE void to_unsigned(__m512i x, __m512i* out) {
     const __m512i bytes = _mm512_xor_si512(x, _mm512_set1_epi8((char)(PACKED ? 0x88 : 0x80)));
     if constexpr (PACKED) {
@@ -136,13 +143,6 @@ template <class C> struct Bytes : TileRows<C> {
     }
   }
 
-  // in a register: g++ would load it anew for every product, and loads are what there are too few of
-  static PAGEGEN_INLINE __m512i kept(const int8_t* p) {
-    __m512i x = _mm512_load_si512(p);
-    asm("" : "+v"(x));
-    return x;
-  }
-
   static void scores(const Rows& k, AheadK next, const Query& q, Span span, float (*score)[TILE]) {
     multiply(k, next, q.rounded, span, score);
     if (!q.coarse) return;
@@ -152,54 +152,50 @@ template <class C> struct Bytes : TileRows<C> {
       for (int t = span.begin; t < span.end; t += W) store(&score[r][t], load(&score[r][t]) + load(&rest[r][t]));
   }
 
-  static void multiply(const Rows& k, AheadK next, const Factor& q, Span span, float (*score)[TILE]) {
-    vi held[SUMS] = {}; // of the tokens before t: see Words
-    for (int t = span.begin; t < span.end; t += TOKENS) {
-      vi sum[SUMS] = {};
-      __m512i key[TOKENS][PIECES][PER_BYTE];
-      next.template ask<TOKENS, 1>(t, 0);
-#pragma GCC unroll 16
-      for (int j = 0; j < TOKENS; j++) {
-        const KV* row = k.row(t + j);
-#pragma GCC unroll 4
-        for (int i = 0; i + 1 < PIECES; i++) load_unsigned<64>(row + i * 64, key[j][i]);
-        load_unsigned<D / PER_BYTE - (PIECES - 1) * 64>(row + (PIECES - 1) * 64, key[j][PIECES - 1]);
-      }
-      const auto add = [&](const int8_t (*plane)[PIECES][PER_BYTE][64]) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-        for (int i = 0; i < PIECES; i++)
-#pragma GCC unroll 2
-          for (int n = 0; n < PER_BYTE; n++)
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-              const __m512i query = kept(plane[r][i][n]);
-#pragma GCC unroll 16
-              for (int j = 0; j < TOKENS; j++) {
-                vi& s = sum[r * TOKENS + j];
-                s = (vi)_mm512_dpbusd_epi32((__m512i)s, key[j][i][n], query);
-              }
-            }
-      };
-      add(q.high);
-      leave_sums(held, std::max(t - TOKENS, span.begin), q, score);
-#pragma GCC unroll 16
-      for (int i = 0; i < SUMS; i++) sum[i] = sum[i] << 8;
-      add(q.low);
-#pragma GCC unroll 16
-      for (int i = 0; i < SUMS; i++) held[i] = sum[i];
-    }
-    leave_sums(held, span.end - TOKENS, q, score);
+  // four bytes, in every word
+  static PAGEGEN_INLINE __m512i repeat(const int8_t* from) {
+    int32_t word;
+    std::memcpy(&word, from, 4);
+    return _mm512_set1_epi32(word);
   }
 
-  static PAGEGEN_INLINE void leave_sums(const vi* sum, int t, const Factor& q, float (*score)[TILE]) {
-    alignas(64) float all[SUMS];
+  // Keys are turned, 16 at a time, so that a token has a lane: cheaper than adding up across lanes for each token and row.
+  static void multiply(const Rows& k, AheadK next, const Factor& q, Span span, float (*score)[TILE]) {
+    constexpr int LAST = D / PER_BYTE - (PIECES - 1) * 64; // bytes of the last piece
+    constexpr int WORDS = D / PER_BYTE / 4;                // of 32 bits
+    alignas(64) int32_t word[W][W];
+    for (int t = span.begin; t < span.end; t += W) {
+      vi high[R] = {}, low[R] = {};
+      int asked = 0; // tokens
+#pragma GCC unroll 4
+      for (int i = 0; i < PIECES; i++) {
+        const bool last = i == PIECES - 1;
+        const __mmask64 held = last && LAST < 64 ? (1ull << (LAST % 64)) - 1 : ~0ull;
+        vi row[W];
+#pragma GCC unroll 16
+        for (int j = 0; j < W; j++) row[j] = (vi)_mm512_maskz_loadu_epi8(held, k.row(t + j) + i * 64);
+        transpose(row, word[0], W);
+#pragma GCC unroll 16
+        for (int n = 0; n < (last ? LAST / 4 : W); n++) {
+          for (; asked * WORDS < (i * W + n + 1) * W; asked++) next.template ask<1, 1>(t + asked, 0);
+          __m512i key[PER_BYTE]; // int4: even and odd elements
+          to_unsigned((__m512i)load(word[n]), key);
+#pragma GCC unroll 2
+          for (int m = 0; m < PER_BYTE; m++)
 #pragma GCC unroll 8
-    for (int i = 0; i < SUMS; i += W) {
-      const vf whole = __builtin_convertvector(sum_each(sum + i), vf);
-      store(all + i, (whole - load(q.offset + i)) * load(q.unit + i));
+            for (int r = 0; r < R; r++) {
+              const __m512i upper = repeat(q.high[r][i][m] + n * 4), lower = repeat(q.low[r][i][m] + n * 4);
+              high[r] = (vi)_mm512_dpbusd_epi32((__m512i)high[r], key[m], upper);
+              low[r] = (vi)_mm512_dpbusd_epi32((__m512i)low[r], key[m], lower);
+            }
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const vf sum = __builtin_convertvector((high[r] << 8) + low[r], vf);
+        store(&score[r][t], (sum - q.offset[r]) * q.unit[r]);
+      }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) std::memcpy(&score[r][t], all + r * TOKENS, TOKENS * sizeof(float));
   }
 
   // A row's weights as integers. What zero points add follows the weights as rounded: it cancels.
@@ -269,14 +265,9 @@ template <class C> struct Bytes : TileRows<C> {
       for (int j = 0; j < 4; j++) row[j] = v.row(t + j);
       __m512i value[2];
       load_values<PASS>(row, value);
-      const auto word = [&](const int8_t* from) __attribute__((always_inline)) {
-        int32_t x;
-        std::memcpy(&x, from + t, 4);
-        return _mm512_set1_epi32(x);
-      };
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
-        const __m512i upper = word(w.high[r0 + r]), lower = word(w.low[r0 + r]);
+        const __m512i upper = repeat(w.high[r0 + r] + t), lower = repeat(w.low[r0 + r] + t);
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
           high[r][i] = (vi)_mm512_dpbusd_epi32((__m512i)high[r][i], value[i], upper);

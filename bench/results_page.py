@@ -83,10 +83,10 @@ def _sections(
 
 
 def _not_reached(sections: list[Section]) -> list[str]:
-    rows = [(one.title, c.what, c.found, c.asked) for one in sections for c in one.claims if c.met is False]
+    rows = [(one.title, c.what, c.found, c.asked, c.limit) for one in sections for c in one.claims if c.met is False]
     asked = sum(claim.met is not None for one in sections for claim in one.claims)
     head = ["## Asked and not reached", "", f"Of {asked} figures that were asked for, {len(rows)} are not reached.", ""]
-    return [*head, *table(("part", "what", "found", "asked"), rows), ""] if rows else head
+    return [*head, *table(("part", "what", "found", "asked", "limit, measured"), rows), ""] if rows else head
 
 
 def _section(one: Section, level: str) -> list[str]:

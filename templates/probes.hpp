@@ -207,11 +207,14 @@ extern "C" uint32_t pagegen_walk(const pagegen_walk_args* args) {
 }
 
 // Floating-point operations (a multiply-add is two) of one turn of one thread; 0: this CPU has no such instruction.
-// kind 0: float32 multiply-adds; 1: products of bf16 pairs added to float32.
+// kind 0: float32 multiply-adds; 1: products of bf16 pairs added to float32; 2: of four bytes each added to int32.
 extern "C" int64_t pagegen_peak_flops(int64_t kind) {
   using namespace pagegen;
 #if defined(PAGEGEN_BF16)
   if (kind == 1) return 4 * W * kChains;
+#endif
+#if defined(PAGEGEN_VNNI)
+  if (kind == 2) return 8 * W * kChains;
 #endif
   return kind == 0 ? 2 * W * kChains : 0;
 }
@@ -223,6 +226,12 @@ extern "C" double pagegen_peak([[maybe_unused]] int64_t kind, int64_t turns, int
   if (kind == 1)
     return multiply_add(turns, num_threads, [](vf sum, vf x, vf y) __attribute__((always_inline)) {
       return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+    });
+#endif
+#if defined(PAGEGEN_VNNI)
+  if (kind == 2)
+    return multiply_add(turns, num_threads, [](vf sum, vf x, vf y) __attribute__((always_inline)) {
+      return (vf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)y);
     });
 #endif
   return multiply_add(turns, num_threads,

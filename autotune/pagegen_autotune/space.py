@@ -38,8 +38,8 @@ WARP_SPECIALIZED = {
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "cpp": (
         {"read_order": "head"},
-        {"read_order": "token", "heads_together": 8, "prefetch_ahead": 2},
-        *({"rows_together": rows} for rows in (2, 4)),
+        {"read_order": "token", "heads_together": 8, "rows_together": 4, "prefetch_ahead": 1},
+        *({"rows_together": rows} for rows in (2, 4, 8)),
         *({"prefetch_hint": hint} for hint in ("l1", "l2")),
         *({"num_splits": splits} for splits in (0, 4)),
         *({"schedule": schedule} for schedule in SCHEDULES),

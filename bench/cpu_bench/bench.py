@@ -18,6 +18,7 @@ from cpu_bench.samples import Failed, Gauge, Runner, Timed, interleave, ratio, s
 
 Row = dict[str, Any]
 RESERVE_BYTES = 3 << 30  # for others on this machine
+LIMITS = ("walk", "read")  # how runners begin that compute nothing
 PEER_BYTES = 700 << 20  # of a process with torch and a peer, besides what it is given
 
 
@@ -63,7 +64,7 @@ class Bench:
             row: Row = {"section": section, "cell": cell, "what": runner.name, "note": runner.note, "unit": unit}
             samples = taken.of(runner.name)
             row |= {"status": "ok", **summary(samples)} if samples and not runner.failure else _failure(runner.failure)
-            compared = [] if runner.name.startswith("walk") else [o for o in over if o != runner.name]
+            compared = [] if runner.name.startswith(LIMITS) else [o for o in over if o != runner.name]
             row["time_over"] = {o: found for o in compared if (found := ratio(taken, runner.name, o))}
             rows.append(row)
         return rows

@@ -21,7 +21,8 @@ LAYOUT = CacheLayout(block_size=BLOCK_SIZE, order="HND")
 
 
 class Operation(NamedTuple):
-    """A call, the bytes it reads and writes, and memory like that which it reads from and writes to."""
+    """A call, the bytes it reads and writes, and memory like that which it reads from and writes to. `made` bytes of
+    what it writes are in new memory: its result."""
 
     name: str
     call: Callable[[int], Any]
@@ -29,10 +30,12 @@ class Operation(NamedTuple):
     written: int
     source: Tensor
     target: Tensor
+    made: int = 0
 
 
 def operations(bench: Bench) -> Iterable[Row]:
-    """Rates count the bytes read and the bytes written; `memcpy` reads and writes the same ones in one run."""
+    """Rates count the bytes read and the bytes written; `memcpy` reads and writes the same ones in one run, into new
+    memory where the operation does."""
     for one in (*_writes(bench), *_copies(bench), *_merges()):
         size = one.read + one.written
         runners = [here(one.name, one.call, size), _memcpy(one, size // 2)]
@@ -41,12 +44,16 @@ def operations(bench: Bench) -> Iterable[Row]:
 
 def _memcpy(one: Operation, size: int) -> Runner:
     """Copies `size` bytes from where the operation reads to where it writes, in one run, other ones each time where
-    there are more."""
+    there are more; `made` of them to memory that is new each time, as the operation's result is: a system hands out
+    pages at a fraction of the speed at which they are written."""
     sources, targets = (memory.flatten().view(torch.uint8).split(size) for memory in (one.source, one.target))
     sources, targets = ([part for part in parts if len(part) == size] for parts in (sources, targets))
 
     def call(i: int) -> None:
-        targets[i % len(targets)].copy_(sources[i % len(sources)])
+        source, target = sources[i % len(sources)], targets[i % len(targets)]
+        if one.made:
+            torch.empty(one.made, dtype=torch.uint8).copy_(source[: one.made])
+        target[one.made :].copy_(source[one.made :])
 
     return here("memcpy", call, 2 * size)
 
@@ -68,7 +75,7 @@ def _writes(bench: Bench) -> Iterable[Operation]:
     yield Operation(
         "rope_write_kv",
         lambda i: pagegen.rope_write_kv(q, k, v, positions, cos, sin, k_cache, v_cache, slots[i % len(slots)]),
-        kv + rotated + cos.nbytes + sin.nbytes, kv + rotated, rows, strewn,
+        kv + rotated + cos.nbytes + sin.nbytes, kv + rotated, rows, strewn, made=rotated,
     )  # fmt: skip
     k8, v8 = bench.pool.caches(BASE.replace(kv_dtype="float8_e4m3fn", kv_scale_granularity="head"), LAYOUT)
     slots8, scale = _slots(k8), torch.full((heads,), 0.05)
@@ -101,7 +108,8 @@ def _merges() -> Iterable[Operation]:
     lses = torch.randn(STATES, ROWS, BASE.num_q_heads)
     size = sets[0].nbytes
     out = torch.zeros(size, dtype=torch.uint8)  # used again, as memory for a result is
-    yield Operation("merge_states", lambda i: pagegen.merge_states(sets[i % 4], lses), size, size // STATES, sets, out)
+    made = size // STATES
+    yield Operation("merge_states", lambda i: pagegen.merge_states(sets[i % 4], lses), size, made, sets, out, made)
 
 
 def overhead(bench: Bench) -> Iterable[Row]:

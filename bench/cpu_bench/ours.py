@@ -211,6 +211,16 @@ def with_walks(found: Batches) -> list[Runner]:
     return [kernel(found), walk(found), *tokens]
 
 
+def read_alike(pool: Pool, found: Batches) -> list[Runner]:
+    """Sequential reading of as many bytes as one batch of `found`, other ones each time: what starting threads leaves
+    of the bandwidth where there is little to read. None where READ itself reads no more."""
+    size = found.kv_bytes
+    if size > GAUGE_BYTES // 2:
+        return []
+    parts = pool.gauge_memory.split(size)[: GAUGE_BYTES // size]
+    return [here("read", lambda i: cpu_probes.read(parts[i % len(parts)], torch.get_num_threads()), size)]
+
+
 def read_gauge(pool: Pool) -> Gauge:
     """Sequential reading of the pool's memory on torch's threads."""
 
@@ -224,7 +234,7 @@ def read_gauge(pool: Pool) -> Gauge:
 
 
 def peak_gauge(kind: str) -> Gauge:
-    """Multiply-adds of "bfloat16" pairs or of "float32" on torch's threads, about 10 ms of them."""
+    """Multiply-adds of one of `cpu_probes.PEAKS` on torch's threads, about 10 ms of them."""
     library, code = cpu_probes.library(), cpu_probes.PEAKS.index(kind)
     turns = 1 << 17
     flops_of_one = library.pagegen_peak_flops(code) * turns
@@ -236,6 +246,12 @@ def peak_gauge(kind: str) -> Gauge:
 
     one = max(flops_of_one / timed(1)[1] / 1e9 for _ in range(3))
     return Gauge(lambda: timed(torch.get_num_threads()), flops_of_one * torch.get_num_threads(), one)
+
+
+def byte_products(spec: AttentionSpec, tokens: int) -> int:
+    """Operations that decode by products of bytes needs: two a multiply-add, and two planes a query's element or a
+    weight (templates/bytes.hpp)."""
+    return 4 * tokens * spec.num_q_heads * (spec.head_dim + spec.v_head_dim)
 
 
 def peak_kind(dtype: str) -> str:

@@ -13,6 +13,7 @@ from cpu_bench.samples import Runner
 from cpu_bench.sections import ORDERS, WALKS
 from pagegen.spec import AttentionSpec, CacheLayout
 from pagegen.spec.dtypes import DTYPES
+from pagegen.targets import cpu_probes
 
 BATCH, CONTEXT = 8, 4096
 BASE = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, q_dtype=torch.bfloat16)
@@ -33,7 +34,9 @@ RAGGED = {
 
 
 def formats(bench: Bench, orders: Iterable[str] = ORDERS) -> Iterable[Row]:
-    """Quantised caches beside bf16: each should be faster in proportion to its bytes."""
+    """Quantised caches beside bf16: each should be faster in proportion to its bytes, as far as arithmetic lets it.
+    `of_products` is what share of the peak of byte products int8 and int4 reach."""
+    peak = cpu_probes.peak_gflops("int8", bench.threads) * 1e9
     for order in orders:
         layout = CacheLayout(block_size=32, order=order)
         found = {"bfloat16": BASE} | {
@@ -41,7 +44,11 @@ def formats(bench: Bench, orders: Iterable[str] = ORDERS) -> Iterable[Row]:
             for name, scales in FORMATS
         }
         runners = [_kernel(bench, spec, layout, name) for name, spec in found.items()]
-        yield from _rows(bench, "formats", order, runners, over=["bfloat16"])
+        for row in _rows(bench, "formats", order, runners, over=["bfloat16"]):
+            seconds = row.get("ms", 0) / 1e3
+            products = ours.byte_products(found[row["what"]], BATCH * CONTEXT)
+            integers = seconds and peak and str(row["what"]).startswith("int")
+            yield {**row, **({"of_products": round(products / seconds / peak, 3)} if integers else {})}
 
 
 def one_thread(bench: Bench) -> Iterable[Row]:

@@ -7,9 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from cpu_bench.bench import Row
+from cpu_bench.bench import LIMITS, Row
 
 OURS = ("pagegen HND", "pagegen NHD")
+# The tables of a summary, and how they read.
+TITLES = {
+    "speed_over": "as fast as", "limit_over": "limit over", "share_of_read": "of READ",
+    "share_of_alike": "of reading as much", "share_of_walk": "of", "share_of_peak": "of PEAK",
+}  # fmt: skip
 
 
 def is_ours(row: Row) -> bool:
@@ -17,15 +22,15 @@ def is_ours(row: Row) -> bool:
 
 
 def is_peer(row: Row) -> bool:
-    return row["section"] in ("decode", "prefill") and not str(row["what"]).startswith(("pagegen", "walk"))
+    return row["section"] in ("decode", "prefill") and not str(row["what"]).startswith(("pagegen", *LIMITS))
 
 
 def summary(rows: Iterable[Row]) -> dict[str, Any]:
-    """Over the cells of decode and prefill: `speed_over` a peer, how many times as fast each cache order is; of bf16
-    decode `share_of_read` by order and state of the machine, `share_of_walk` by order; `share_of_peak` of prefill."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {
-        name: defaultdict(list) for name in ("speed_over", "share_of_read", "share_of_walk", "share_of_peak")
-    }
+    """Over the cells of decode and prefill: `speed_over` a peer, how many times as fast each cache order is, and
+    `limit_over` one, what does nothing but read; of bf16 decode `share_of_read` by order (or what reads) and state of
+    the machine, `share_of_alike`, of reading as many bytes as the cell has, and `share_of_walk` by order;
+    `share_of_peak` of prefill."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {name: defaultdict(list) for name in TITLES}
     for row in rows:
         if row["status"] == "ok" and row["section"] in ("decode", "prefill"):
             for name, key, value in _facts(row):
@@ -38,17 +43,25 @@ def _facts(row: Row) -> Iterable[tuple[str, str, tuple[float, float]]]:
     cell, over = row["cell"], row["time_over"]
     kind = f"{row['section']} {cell['dtype']}{_group(cell)}"
     if is_peer(row):
-        for name in filter(over.__contains__, OURS):
-            yield "speed_over", f"{kind} {row['what']} {name.split()[1]}", (over[name]["median"], over[name]["cpu"])
+        for name, found in over.items():
+            table, last = ("speed_over", name.split()[1]) if name in OURS else ("limit_over", name)
+            yield table, f"{kind} {row['what']} {last}", (found["median"], found["cpu"])
     elif is_ours(row):
         order = row["what"].split()[1]
         if row["section"] == "prefill":
             yield "share_of_peak", f"{kind} {order}", (row["share"], row["cpu_share"])
         elif cell["dtype"] == "bfloat16":
-            for state, found in row["by_state"].items():
-                yield "share_of_read", f"{kind} {order} {state}", (found["share"], found["cpu_share"])
-            for name in (n for n in over if n.startswith(f"walk {order}")):
-                yield "share_of_walk", f"{kind} {name}", (1 / over[name]["median"], 1 / over[name]["cpu"])
+            yield from _shares(row, f"{kind} {order}")
+            for name in (n for n in over if n == "read" or n.startswith(f"walk {order}")):
+                table, key = ("share_of_alike", order) if name == "read" else ("share_of_walk", name)
+                yield table, f"{kind} {key}", (1 / over[name]["median"], 1 / over[name]["cpu"])
+    elif row["section"] == "decode" and cell["dtype"] == "bfloat16":
+        yield from _shares(row, f"{kind} {row['what']}")
+
+
+def _shares(row: Row, kind: str) -> Iterable[tuple[str, str, tuple[float, float]]]:
+    for state, found in row["by_state"].items():
+        yield "share_of_read", f"{kind} {state}", (found["share"], found["cpu_share"])
 
 
 def _group(cell: dict[str, Any]) -> str:
@@ -64,13 +77,12 @@ def _spread(values: list[tuple[float, float]]) -> dict[str, float]:
 
 def lines(found: dict[str, Any]) -> Iterable[str]:
     """The summary as text."""
-    titles = {"speed_over": "as fast as", "share_of_read": "of READ", "share_of_walk": "of", "share_of_peak": "of PEAK"}
-    for name, title in titles.items():
+    for name, title in TITLES.items():
         for key, spread in found[name].items():
             numbers = (spread[n] for n in ("median", "least", "cpu_median"))
-            median, least, cpu = (f"{x:.2f}x" if name == "speed_over" else f"{x:.0%}" for x in numbers)
+            median, least, cpu = (f"{x:.2f}x" if name.endswith("_over") else f"{x:.0%}" for x in numbers)
             cells = f"{spread['cells']} cells"
-            yield f"{title:10} {key:42} median {median:>6}, least {least:>6}, median by CPU time {cpu:>6} ({cells})"
+            yield f"{title:18} {key:42} median {median:>6}, least {least:>6}, median by CPU time {cpu:>6} ({cells})"
 
 
 # ---- one row ---------------------------------------------------------------------------------------------
@@ -93,6 +105,8 @@ def line(row: Row) -> str:
 
 
 def _against(row: Row, over: str, found: dict[str, Any]) -> str:
+    if over == "read":
+        return "" if is_peer(row) else f", {1 / found['median']:.0%} ({1 / found['cpu']:.0%}) of reading as much"
     if over.startswith("walk"):
         own = not is_peer(row) and over.removeprefix("walk ").removesuffix(" tokens") in row["what"]
         title = "the walk by tokens" if over.endswith("tokens") else "the walk"

@@ -14,6 +14,7 @@ from pagegen.spec import CacheLayout
 
 ORDERS = ("HND", "NHD")
 WALKS = ["walk HND", "walk NHD", "walk NHD tokens"]
+READ = "read"
 DECODE = tuple(Cell(batch=b, context=c) for b in (1, 8, 32) for c in (512, 4096, 16384))
 DECODE_QUICK = tuple(Cell(batch=b, context=c) for b, c in ((8, 4096), (1, 4096), (32, 512)))
 OTHERS = (
@@ -29,14 +30,15 @@ PREFILL = tuple(
 
 
 def decode(bench: Bench, cells: Iterable[Cell]) -> Iterable[Row]:
-    """Both cache orders, the walks of the same blocks and every peer, against read bandwidth."""
+    """Both cache orders, the walks of the same blocks, reading as many bytes and every peer, against read bandwidth."""
     for cell in cells:
         yield from _compared(bench, "decode", cell, functools.partial(_decoders, bench, cell))
         bench.pool.shrink()
 
 
 def _decoders(bench: Bench, cell: Cell) -> list[Runner]:
-    return [runner for order in ORDERS for runner in ours.with_walks(_batches(bench, cell, order))]
+    found = [_batches(bench, cell, order) for order in ORDERS]
+    return [*(runner for each in found for runner in ours.with_walks(each)), *ours.read_alike(bench.pool, found[0])]
 
 
 def prefill(bench: Bench, cells: Iterable[Cell]) -> Iterable[Row]:
@@ -68,7 +70,7 @@ def _compared(
     """Our runners beside the peers; where memory divides the peers into parts, ours are measured with each part and the
     first one's rows are kept."""
     over = [f"pagegen {order}" for order in ORDERS]
-    over += WALKS if section == "decode" else []
+    over += [*WALKS, READ] if section == "decode" else []
     # the pool's memory is taken before it is seen how many peers have room beside it
     mine = make()
     for part, (ready, failed) in enumerate(bench.with_peers(cell)):

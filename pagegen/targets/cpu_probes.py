@@ -18,7 +18,7 @@ from torch import Tensor
 from pagegen.codegen import cpp
 from pagegen.targets import cpp_build
 
-PEAKS = ("float32", "bfloat16")
+PEAKS = ("float32", "bfloat16", "int8")
 # struct pagegen_walk_args of templates/probes.hpp: K and V, two addresses, sizes.
 _WALK_ARGS = struct.Struct("@" + "Q4q" * 2 + "2Q10q")
 
@@ -103,8 +103,9 @@ def walk(arguments: bytes) -> int:
 
 
 def peak_gflops(kind: str = "float32", threads: int | None = None, seconds: float = 0.05) -> float:
-    """The best rate of several runs of multiply-adds (two operations each) that wait for nothing: "float32", or
-    "bfloat16" pairs summed in float32, 0 where the CPU has no instruction for those. Raises CompileError."""
+    """The best rate of several runs of multiply-adds (two operations each) that wait for nothing: "float32", "bfloat16"
+    pairs summed in float32, or four "int8" summed in int32; 0 where the CPU has no instruction for those. Raises
+    CompileError."""
     if kind not in PEAKS:
         raise ValueError(f"kind must be one of {', '.join(PEAKS)}, got {kind!r}")
     found, code, threads = library(), PEAKS.index(kind), _threads(threads)

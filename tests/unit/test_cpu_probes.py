@@ -96,12 +96,13 @@ def test_a_walk_refuses_rows_that_are_not_whole_words():
         Walk()(cache, None, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
 
 
-def test_peaks_are_what_a_cpu_can_do_and_bf16_pairs_are_not_slower_than_float32():
-    single, pairs = (cpu_probes.peak_gflops(kind, threads=1, seconds=0.02) for kind in cpu_probes.PEAKS)
+def test_peaks_are_what_a_cpu_can_do_and_products_of_narrow_types_are_not_slower_than_float32():
+    single, pairs, fours = (cpu_probes.peak_gflops(kind, threads=1, seconds=0.02) for kind in cpu_probes.PEAKS)
     assert 0.1 < single < 10_000
-    assert pairs == 0 or pairs > 0.8 * single, "the better of several samples each"
-    with pytest.raises(ValueError, match="kind must be one of float32, bfloat16"):
-        cpu_probes.peak_gflops("int8")
+    for narrow in (pairs, fours):
+        assert narrow == 0 or narrow > 0.8 * single, "the better of several samples each"
+    with pytest.raises(ValueError, match="kind must be one of float32, bfloat16, int8, got 'int4'"):
+        cpu_probes.peak_gflops("int4")
 
 
 def test_the_bandwidth_of_a_device_is_that_of_the_probe():

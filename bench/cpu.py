@@ -24,7 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded: idle peers' threads must not spin
 
 import torch
-from cpu_bench import figure, machine, operations, own, report, sections
+from cpu_bench import compiling, figure, machine, operations, own, report, sections
 from cpu_bench.bench import Bench, Row
 from cpu_peers.client import INSTALLED
 from cpu_peers.install import install
@@ -46,6 +46,7 @@ FULL: dict[str, Section] = {
     "ragged": own.ragged,
     "operations": operations.operations,
     "overhead": operations.overhead,
+    "compile": compiling.compiling,
 }
 QUICK: dict[str, Section] = {
     "decode": lambda bench: sections.decode(bench, sections.DECODE_QUICK[:1]),

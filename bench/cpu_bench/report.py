@@ -93,6 +93,8 @@ def line(row: Row) -> str:
     head = f"{row['section']:8} {_cell(row['cell']):38} {row['what']:14}"
     if row["status"] != "ok":
         return f"{head} {row['status']}" + (f": {row['reason']}" if row.get("reason") else "")
+    if row["section"] == "compile":
+        return f"{head} {row['seconds']:9.2f} s"
     if row["section"] == "overhead":
         return f"{head} {row['ms'] * 1e3:9.2f} us a call"
     gauge = "READ" if row["unit"] == "GB/s" else "PEAK"

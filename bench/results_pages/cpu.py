@@ -22,6 +22,7 @@ KINDS = ("decode bfloat16", "decode bfloat16 group 1", "decode float16", "decode
 ORDERS = ("HND", "NHD")
 # What only reads, by the name of its runner.
 LIMITS = {"read": "as many bytes front to back", "walk HND": "walk HND", "walk NHD tokens": "walk NHD"}
+WALKS = {"HND": "walk HND", "NHD": "walk NHD tokens"}  # in the order in which a kernel reads
 READ = {("HND", "slow"): 0.85, ("NHD", "slow"): 0.80, ("HND", "fast"): 0.75, ("NHD", "fast"): 0.65}
 
 
@@ -90,7 +91,7 @@ def _limits(summary: Row) -> Iterator[Claim]:
         if found:
             what = f"decode bfloat16, {order}: share of reading as many bytes front to back"
             yield Claim(what=what, found=f"{_spread(found)} of {found['cells']} cells")
-    for order, walk in (("HND", "walk HND"), ("NHD", "walk NHD tokens")):
+    for order, walk in WALKS.items():
         found = summary["share_of_walk"].get(f"decode bfloat16 {walk}")
         if found:
             yield _share(f"decode bfloat16, {order}: share of a loads-only walk in the same order", found, 0.90)
@@ -109,6 +110,7 @@ def _share(what: str, found: Row, asked: float, limit: str = "") -> Claim:
 
 def _own(rows: list[Row]) -> Iterator[Claim]:
     ok = [row for row in rows if row["status"] == "ok"]
+    yield from _one_thread(ok)
     best = [row["of_best"] for row in ok if row["section"] == "block" and "of_best" in row]
     if best:
         yield at_least("block sizes 8 to 256: the slowest one's share of the fastest's speed", min(best), 0.90)
@@ -123,3 +125,31 @@ def _own(rows: list[Row]) -> Iterator[Claim]:
             products = [row["of_products"] for row in those if "of_products" in row]
             limit = f"at {statistics.median(products):.2f} of the peak of byte products" if products else ""
             yield at_least(what, 1 / statistics.median(times), asked, limit=limit)
+    yield from _calls(ok)
+
+
+def _one_thread(ok: list[Row]) -> Iterator[Claim]:
+    for row in ok:
+        if row["section"] == "1 thread" and row["what"].startswith("pagegen"):
+            order = row["what"].split()[1]
+            share = 1 / row["time_over"][WALKS[order]]["median"]
+            told = f"{row['rate']:.1f} GB/s, {row['share']:.2f} of what one thread reads front to back"
+            what = f"decode bfloat16, {order}, one thread: share of a loads-only walk in the same order"
+            yield at_least(what, share, 0.80, more=told)
+
+
+def _calls(ok: list[Row]) -> Iterator[Claim]:
+    """What is not attention: writing and copying, the fixed cost of a call, compiling."""
+    for row in ok:
+        if row["section"] == "copying" and "memcpy" in row["time_over"]:
+            speed = 1 / row["time_over"]["memcpy"]["median"]
+            yield Claim(what=f"{row['what']}: speed over a memcpy of as many bytes", found=f"{speed:.2f}")
+    for row in ok:
+        if row["section"] == "overhead" and row["what"] == "kernel object":
+            yield at_most(
+                "fixed cost of a call of a kernel (one sequence of 16 tokens), us", row["ms"] * 1e3, 10, "{:.1f}"
+            )
+    seconds = [row["seconds"] for row in ok if row["section"] == "compile"]
+    if seconds:
+        more = f"{min(seconds):.2f} to {max(seconds):.2f}"
+        yield at_most("compiling a variant, s", statistics.median(seconds), 1.0, more=more)

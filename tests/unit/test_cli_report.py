@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
+import tempfile
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -62,6 +65,15 @@ def draw(tmp_path, *words, code=0):
     return result.output, path.read_text() if path.exists() else ""
 
 
+@functools.cache
+def usual():
+    """The page of what `fill` writes, drawn once: matplotlib takes 5 s of CPU for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        fill(place / "one.db")
+        return draw(place)[1]
+
+
 class Page(HTMLParser):
     """Tags that are opened, and attributes that could load something."""
 
@@ -75,9 +87,8 @@ class Page(HTMLParser):
         self.loads += [v for k, v in attributes if k in ("src", "href", "xlink:href", "data") and not v.startswith("#")]
 
 
-def test_the_page_has_every_section_and_loads_nothing(tmp_path):
-    fill(tmp_path / "one.db")
-    _, text = draw(tmp_path)
+def test_the_page_has_every_section_and_loads_nothing():
+    text = usual()
     page = Page(text)
     assert page.loads == []
     assert "script" not in page.tags
@@ -92,7 +103,7 @@ def test_the_page_has_every_section_and_loads_nothing(tmp_path):
 
 def test_the_same_database_gives_the_same_page(tmp_path):
     fill(tmp_path / "one.db")
-    assert draw(tmp_path)[1] == draw(tmp_path)[1]
+    assert draw(tmp_path)[1] == usual()
 
 
 def test_names_from_a_database_are_text_and_no_markup(tmp_path):
@@ -105,9 +116,8 @@ def test_names_from_a_database_are_text_and_no_markup(tmp_path):
     assert "script" not in Page(text).tags
 
 
-def test_ticks_are_plain_numbers_and_figures_have_no_frame(tmp_path):
-    fill(tmp_path / "one.db")
-    text = draw(tmp_path)[1]
+def test_ticks_are_plain_numbers_and_figures_have_no_frame():
+    text = usual()
     assert "mathdefault" not in text
     assert "<!-- 0.1 -->" in text or ">0.1<" in text
     assert text.count('id="patch_6"') <= text.count("<svg")

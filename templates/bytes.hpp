@@ -159,7 +159,8 @@ template <class C> struct Bytes : TileRows<C> {
     return _mm512_set1_epi32(word);
   }
 
-  // Keys are turned, 16 at a time, so that a token has a lane: cheaper than adding up across lanes for each token and row.
+  // Keys are turned, 16 at a time, so that a token has a lane: cheaper than adding up across lanes for every token and
+  // row of q.
   static void multiply(const Rows& k, AheadK next, const Factor& q, Span span, float (*score)[TILE]) {
     constexpr int LAST = D / PER_BYTE - (PIECES - 1) * 64; // bytes of the last piece
     constexpr int WORDS = D / PER_BYTE / 4;                // of 32 bits

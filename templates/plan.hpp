@@ -103,8 +103,8 @@ template <class C> struct Plan {
   static constexpr int STREAM_ROWS = G <= 8 ? 8 : G <= 32 && R >= 4 ? G : 0; // above it, packing panels pays for itself
   static constexpr int SPLIT_ROWS = 64;  // above it, an item has work enough without dividing its keys
   static constexpr int MR = kPanelRows;
-  // Rows of a panel item: the more there are, the less often keys are packed (512 are 1.03 to 1.05 times as fast as 256),
-  // while their queries and sums stay in half of a 1 MiB L2.
+  // Rows of a panel item: the more there are, the less often keys are packed (512 are 1.03 to 1.05 times as fast as
+  // 256), while their queries and sums stay in half of a 1 MiB L2.
   static constexpr int panel_rows() {
     const int row_bytes = 4 * (KEY_WORDS + OUT);
     // at least SPLIT_ROWS, however wide a head: an item whose keys are divided takes all rows of its sequence

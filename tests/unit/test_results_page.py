@@ -97,9 +97,13 @@ def test_asked_figures_are_reached_at_the_limit_itself():
 def test_a_peer_must_be_beaten_in_every_cell_and_both_orders():
     rows = {f"decode bfloat16 vllm {order}": {"median": 2.6, "least": least, "cells": 9, "cpu_median": 2.5}
             for order, least in (("HND", 2.1), ("NHD", 1.9))}  # fmt: skip
-    assert [claim.met for claim in cpu._peers(rows)] == [False]
+    limit = {"decode bfloat16 vllm read": {"median": 2.45, "least": 2.2, "cells": 8, "cpu_median": 2.4}}
+    (claim,) = cpu._peers({"speed_over": rows, "limit_over": limit})
+    assert claim.met is False
+    assert claim.limit == "as many bytes front to back 2.45 (least 2.20)"
     rows["decode bfloat16 vllm NHD"]["least"] = 2.0
-    assert [claim.met for claim in cpu._peers(rows)] == [True]
+    (claim,) = cpu._peers({"speed_over": rows})
+    assert claim.met is True and claim.limit == ""
 
 
 def test_a_date_that_is_not_there_is_said_not_to_be():

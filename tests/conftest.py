@@ -34,6 +34,8 @@ for name, examples in (("pagegen", 50), ("pagegen by night", 1000)):
     )  # fmt: skip
 hypothesis.settings.load_profile("pagegen")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Inductor would start a process a CPU, each of which imports torch (9 s of CPU time a test), to compile one kernel.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 for chosen in ("PAGEGEN_TARGET", "PAGEGEN_CHECK", "PAGEGEN_DB", "PAGEGEN_ARTEFACTS", "PAGEGEN_ARTEFACTS_SHA256"):
     os.environ.pop(chosen, None)
 

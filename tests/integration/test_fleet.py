@@ -181,6 +181,7 @@ def trials(url: str) -> int:
         return connection.exec_driver_sql("SELECT count(*) FROM trials").scalar()
 
 
+@pytest.mark.nightly  # 34 s of CPU time; test_a_node_that_dies stays
 def test_a_killed_driver_a_killed_station_and_a_database_that_is_down_cost_nothing(
     cluster, alone, postgres, postgres_place
 ):  # fmt: skip

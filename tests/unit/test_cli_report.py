@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import re
-import tempfile
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -65,13 +63,17 @@ def draw(tmp_path, *words, code=0):
     return result.output, path.read_text() if path.exists() else ""
 
 
-@functools.cache
-def usual():
-    """The page of what `fill` writes, drawn once: matplotlib takes 5 s of CPU for it."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        fill(place / "one.db")
-        return draw(place)[1]
+_DRAWN: dict[str, tuple[Path, str]] = {}
+
+
+@pytest.fixture
+def usual(tmp_path_factory):
+    """Where `fill` wrote, and the page of it: drawn once, since matplotlib takes 5 s of CPU time for it."""
+    if not _DRAWN:
+        folder = tmp_path_factory.mktemp("usual")
+        fill(folder / "one.db")
+        _DRAWN["usual"] = folder, draw(folder)[1]
+    return _DRAWN["usual"]
 
 
 class Page(HTMLParser):
@@ -87,8 +89,8 @@ class Page(HTMLParser):
         self.loads += [v for k, v in attributes if k in ("src", "href", "xlink:href", "data") and not v.startswith("#")]
 
 
-def test_the_page_has_every_section_and_loads_nothing():
-    text = usual()
+def test_the_page_has_every_section_and_loads_nothing(usual):
+    _, text = usual
     page = Page(text)
     assert page.loads == []
     assert "script" not in page.tags
@@ -101,9 +103,9 @@ def test_the_page_has_every_section_and_loads_nothing():
         ElementTree.fromstring(one)  # noqa: S314
 
 
-def test_the_same_database_gives_the_same_page(tmp_path):
-    fill(tmp_path / "one.db")
-    assert draw(tmp_path)[1] == usual()
+def test_the_same_database_gives_the_same_page(usual):
+    folder, text = usual
+    assert draw(folder)[1] == text
 
 
 def test_names_from_a_database_are_text_and_no_markup(tmp_path):
@@ -116,8 +118,8 @@ def test_names_from_a_database_are_text_and_no_markup(tmp_path):
     assert "script" not in Page(text).tags
 
 
-def test_ticks_are_plain_numbers_and_figures_have_no_frame():
-    text = usual()
+def test_ticks_are_plain_numbers_and_figures_have_no_frame(usual):
+    _, text = usual
     assert "mathdefault" not in text
     assert "<!-- 0.1 -->" in text or ">0.1<" in text
     assert text.count('id="patch_6"') <= text.count("<svg")

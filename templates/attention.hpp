@@ -91,13 +91,13 @@ template <class C> struct Attention : Ends<C> {
     Counts n = Base::plan(a, heads, chunk, nullptr, nullptr);
     const int threads = std::clamp<int64_t>(n.work * (D + DV) / SMALL_WORK + 1, 1, std::max<int64_t>(a.num_threads, 1));
     const int64_t wanted = threads > 1 ? 4 * threads : 1; // items, so that threads finish together
-    // Of fewer than 4 heads a token's rows are short for reading by tokens: then as many as threads must do (1.1 to 1.4
-    // times as fast, on 2 threads and up to 1500 tokens).
-    const auto enough = [&] { return C::read_tokens && heads <= 4 ? n.items >= threads : n.items >= wanted; };
-    while (!enough() && (heads > 1 || chunk * G > 32)) {
-      if (heads == 1 && chunk == 1) break;
-      heads = ceil_div(heads, 2);
-      if (chunk * G > 32) chunk = ceil_div(chunk, 2);
+    while (n.items < wanted) {
+      // Of fewer than 4 heads a token's rows are short for reading by tokens: then as many items as threads must do
+      // (1.1 to 1.4 times as fast, on 2 threads and up to 1500 tokens).
+      const bool fewer = heads > (C::read_tokens && n.items >= threads ? 4 : 1), shorter = chunk > 1 && chunk * G > 32;
+      if (!fewer && !shorter) break;
+      if (fewer) heads = ceil_div(heads, 2);
+      if (shorter) chunk = ceil_div(chunk, 2);
       n = Base::plan(a, heads, chunk, nullptr, nullptr);
     }
     const auto padded = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };

@@ -40,7 +40,7 @@ class Section:
 def at_least(what: str, value: float, asked: float, form: str = "{:.2f}", more: str = "", limit: str = "") -> Claim:
     """A figure that should be no less than `asked`."""
     found = form.format(value) + (f" ({more})" if more else "")
-    return Claim(what=what, found=found, asked=f"at least {form.format(asked)}", met=value >= asked, limit=limit)
+    return Claim(what=what, found=found, asked=f"at least {form.format(asked)}", met=value >= asked)
 
 
 def at_most(what: str, value: float, asked: float, form: str = "{:.2f}", more: str = "") -> Claim:

@@ -142,6 +142,9 @@ def plan_abandon(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> dic
     whoever refers to a block that they were to write. Raises ValueError where a window gave back what computing again
     would see."""
     table, size = allocator.table, allocator.block_size
+    # A sequence refers to others' blocks from when it came, so the first of a block's holders to come has written it. A
+    # later one may lose it alone: because of another group, where it found other blocks.
+    came = {seq_id: n for n, seq_id in enumerate(allocator.sequences)}
     found: dict[Hashable, int] = {}
     pending = list(lengths.items())
     while pending:
@@ -155,8 +158,9 @@ def plan_abandon(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> dic
             continue
         for place in range(length // size, table.blocks_for(before)):
             block = table.blocks.item(row, place)
-            if allocator.pool.refs.item(block) > 1:
-                pending += [(other, max(length, place * size)) for other in table.holders(place, block)]
+            holders = table.holders(place, block) if allocator.pool.refs.item(block) > 1 else []
+            if holders and seq_id == min(holders, key=came.__getitem__):
+                pending += [(other, max(length, place * size)) for other in holders]
     gone = [
         seq_id
         for seq_id, length in found.items()

@@ -367,8 +367,15 @@ MUTANTS = [
     Mutant(
         "abandon forgets who has found the blocks since",
         "steps.py",
-        "            if allocator.pool.refs.item(block) > 1:\n",
+        "            if holders and seq_id == min(holders, key=came.__getitem__):\n",
         "            if False:\n",
+        focus="fail",
+    ),
+    Mutant(
+        "abandon takes a block for written by whoever came last",
+        "steps.py",
+        "            if holders and seq_id == min(holders, key=came.__getitem__):\n",
+        "            if holders and seq_id == max(holders, key=came.__getitem__):\n",
         focus="fail",
     ),
     # swapping

@@ -35,7 +35,8 @@ template <class C> struct Bytes : TileRows<C> {
 
   struct Factor { // R rows of q as the products take them
     alignas(64) int8_t high[R][PIECES][PER_BYTE][64], low[R][PIECES][PER_BYTE][64]; // int4: even, odd elements
-    float unit[R], offset[R]; // a score is (sum - offset) * unit
+    int32_t offset[R]; // a score is (sum - offset) * unit
+    float unit[R];
   };
   struct Query { // R rows of one query
     Factor rounded, rest;
@@ -46,7 +47,8 @@ template <class C> struct Bytes : TileRows<C> {
   struct Weights {
     alignas(64) float weight[R][TILE];
     alignas(64) int8_t high[R][TILE], low[R][TILE];
-    float unit[R], offset[R];
+    int32_t offset[R];
+    float unit[R];
   };
   static PAGEGEN_INLINE float* weights_of(Weights& w, int r) { return w.weight[r]; }
 
@@ -113,7 +115,7 @@ template <class C> struct Bytes : TileRows<C> {
     deal(high, to.high[r]);
     deal(low, to.low[r]);
     to.unit[r] = planes.unit;
-    to.offset[r] = (float)planes.total * OFFSET;
+    to.offset[r] = planes.total * OFFSET;
     subtract_planes(x, {0, D}, high, low, planes.unit);
     return planes.evenness;
   }
@@ -193,8 +195,8 @@ template <class C> struct Bytes : TileRows<C> {
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const vf sum = __builtin_convertvector((high[r] << 8) + low[r], vf);
-        store(&score[r][t], (sum - q.offset[r]) * q.unit[r]);
+        const vi sum = (high[r] << 8) + low[r] - q.offset[r]; // as integers: the two are nearly alike
+        store(&score[r][t], __builtin_convertvector(sum, vf) * q.unit[r]);
       }
     }
   }
@@ -227,7 +229,7 @@ template <class C> struct Bytes : TileRows<C> {
   static PAGEGEN_INLINE float round_weights(Weights& w, int r, Span span) {
     const Planes planes = to_planes(w.weight[r], span, w.high[r], w.low[r]);
     w.unit[r] = planes.unit;
-    w.offset[r] = (float)planes.total * OFFSET;
+    w.offset[r] = planes.total * OFFSET;
     return planes.evenness;
   }
 
@@ -281,7 +283,7 @@ template <class C> struct Bytes : TileRows<C> {
 #pragma GCC unroll 2
       for (int i = 0; i < 2; i++) {
         float* to = sums[r0 + r] + (PASS * 2 + i) * W;
-        const vf sum = __builtin_convertvector((high[r][i] << 8) + low[r][i], vf) - w.offset[r0 + r];
+        const vf sum = __builtin_convertvector((high[r][i] << 8) + low[r][i] - w.offset[r0 + r], vf);
         store(to, fma(load(to), splat(decay[r0 + r]), sum * w.unit[r0 + r]));
       }
   }

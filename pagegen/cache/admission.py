@@ -71,7 +71,8 @@ def admit(allocator: BlockAllocator, seq_id: Hashable, packed: Packed, context: 
     if found.last:  # before blocks are taken: behind a window the one of this node is not shared, and may be evicted
         pool.index.enter(found.last)
     fresh = pool.take(found.fresh)
-    state = SequenceState(seq_id, context)
+    allocator.arrivals += 1
+    state = SequenceState(seq_id, context, allocator.arrivals)
     row = table.claim(state)
     if found.last:
         table.nodes[row] = found.last

@@ -59,6 +59,7 @@ class BlockAllocator:
         self.table = SequenceTable(self.block_size)
         self.compiled = open_steps(self.pool)
         self.sequences: dict[Hashable, SequenceState] = {}
+        self.arrivals = 0  # see `SequenceState.came`
         self._queried_tokens = 0
         self._hit_tokens = 0
         self._last_rows: tuple[list[Hashable], Ints] | None = None  # what `rows` was given, and gave
@@ -110,7 +111,7 @@ class BlockAllocator:
         self.check_new("child", child)
         held = self.table.held(source.row)
         self.pool.acquire(held)
-        state = SequenceState(child, source.context)
+        state = SequenceState(child, source.context, source.came)
         self.table.copy_row(source.row, self.table.claim(state))
         if node := self.table.nodes.item(state.row):
             self.pool.index.enter(node)
@@ -178,8 +179,9 @@ class BlockAllocator:
         """Says that the last step announced for `seq_ids` failed before it wrote anything: what it was to compute
         counts as not computed again, and cannot be found any more. Nor is it computed for whoever has found those
         blocks since or forked from there, and what they computed on top of them is forgotten too: they compute it
-        again. Call it before any of those is freed, swapped out or copied on write, and before their window passes what
-        they found: copies count as written. A step that succeeded may be abandoned as well, and costs its time again.
+        again. Call it before any of those is freed, truncated, swapped out or copied on write, and before their window
+        passes what they found: copies count as written. A step that succeeded may be abandoned as well, and costs its
+        time again.
 
         Raises ValueError, naming the sequences to free first, where a window gave back what they would see again."""
         self.take_back({i: self.table.announced.item(self.resident(i).row) for i in listed("seq_ids", seq_ids)})

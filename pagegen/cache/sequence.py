@@ -28,10 +28,12 @@ _MIX = 0x1E3779B97F4A7C15  # the golden ratio's digits: odd, and its multiples a
 @dataclass(slots=True, eq=False)
 class SequenceState:
     """A sequence in the cache. Its numbers and its blocks are row `row` of the table; `host` are the host blocks it
-    lies in while it is swapped out."""
+    lies in while it is swapped out. `came` counts who came to the device and when, a fork with its parent: others'
+    blocks it refers to from then on, and later ones are its own or its forks'."""
 
     seq_id: Hashable
     context: bytes
+    came: int
     row: int = -1
     host: list[int] | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -142,9 +142,6 @@ def plan_abandon(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> dic
     whoever refers to a block that they were to write. Raises ValueError where a window gave back what computing again
     would see."""
     table, size = allocator.table, allocator.block_size
-    # A sequence refers to others' blocks from when it came, so the first of a block's holders to come has written it. A
-    # later one may lose it alone: because of another group, where it found other blocks.
-    came = {seq_id: n for n, seq_id in enumerate(allocator.sequences)}
     found: dict[Hashable, int] = {}
     pending = list(lengths.items())
     while pending:
@@ -156,11 +153,8 @@ def plan_abandon(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> dic
         found[seq_id] = length
         if allocator.sequences[seq_id].host is not None:
             continue
-        for place in range(length // size, table.blocks_for(before)):
-            block = table.blocks.item(row, place)
-            holders = table.holders(place, block) if allocator.pool.refs.item(block) > 1 else []
-            if holders and seq_id == min(holders, key=came.__getitem__):
-                pending += [(other, max(length, place * size)) for other in holders]
+        for place, _, holders in _written(allocator, seq_id, range(length // size, table.blocks_for(before))):
+            pending += [(other, max(length, place * size)) for other in holders]
     gone = [
         seq_id
         for seq_id, length in found.items()
@@ -178,7 +172,7 @@ def take_back(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> None:
     """Takes back what the sequences of `lengths`, as `plan_abandon` found them, computed behind that: nobody finds it,
     nor what was computed on top of it."""
     index, table = allocator.pool.index, allocator.table
-    written = _written_behind(allocator, lengths)
+    written = list(dict.fromkeys(_written_behind(allocator, lengths)))
     for seq_id, length in lengths.items():
         state = allocator.sequences[seq_id]
         step_back(allocator, state, length)
@@ -197,12 +191,25 @@ def take_back(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> None:
             table.indexed[state.row] = indexed
 
 
-def _written_behind(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> list[int]:
-    """The blocks in which sequences on the device have computed tokens behind `lengths`."""
-    table, found = allocator.table, dict[int, None]()
+def _written_behind(allocator: BlockAllocator, lengths: dict[Hashable, int]) -> Iterator[int]:
+    """The blocks that sequences on the device wrote and that hold computed tokens of theirs behind `lengths`."""
+    table = allocator.table
     for seq_id, length in lengths.items():
         state = allocator.sequences[seq_id]
         if state.host is None:
-            last = table.blocks_for(table.computed.item(state.row))
-            found.update(dict.fromkeys(table.blocks[state.row, length // table.block_size : last].tolist()))
-    return list(found)
+            places = range(length // table.block_size, table.blocks_for(table.computed.item(state.row)))
+            yield from (block for _, block, _ in _written(allocator, seq_id, places))
+
+
+def _written(
+    allocator: BlockAllocator, seq_id: Hashable, places: Iterable[int]
+) -> Iterator[tuple[int, int, list[Hashable]]]:
+    """(place, block, who refers to it) of the blocks among `places` that a sequence wrote, as far as can be told:
+    nobody who refers to one came before it. Others' it may lose alone: for another group's sake, where it found other
+    blocks."""
+    sequences, table = allocator.sequences, allocator.table
+    for place in places:
+        block = table.blocks.item(sequences[seq_id].row, place)
+        holders = table.holders(place, block)
+        if all(sequences[seq_id].came <= sequences[other].came for other in holders):
+            yield place, block, holders

@@ -48,7 +48,8 @@ def swap_in(allocator: BlockAllocator, state: SequenceState) -> BlockPairs:
         zip([i for i in range(len(host)) if i not in found], pool.take(len(host) - len(found)).tolist(), strict=True)
     )
     state.host = None
-    allocator.sequences[state.seq_id] = allocator.sequences.pop(state.seq_id)  # it comes anew: see `steps.plan_abandon`
+    allocator.arrivals += 1
+    state.came = allocator.arrivals
     table.held(state.row)[:] = [found[i] if i in found else fresh[i] for i in range(len(host))]
     table.reshape(state.row)
     for i, block in fresh.items():

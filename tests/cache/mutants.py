@@ -367,15 +367,15 @@ MUTANTS = [
     Mutant(
         "abandon forgets who has found the blocks since",
         "steps.py",
-        "            if holders and seq_id == min(holders, key=came.__getitem__):\n",
-        "            if False:\n",
+        "            pending += [(other, max(length, place * size)) for other in holders]\n",
+        "            pass\n",
         focus="fail",
     ),
     Mutant(
         "abandon takes a block for written by whoever came last",
         "steps.py",
-        "            if holders and seq_id == min(holders, key=came.__getitem__):\n",
-        "            if holders and seq_id == max(holders, key=came.__getitem__):\n",
+        "sequences[seq_id].came <= sequences[other].came",
+        "sequences[seq_id].came >= sequences[other].came",
         focus="fail",
     ),
     # swapping

@@ -63,6 +63,21 @@ def test_who_wrote_a_block_keeps_it_where_a_later_finder_loses_its_tokens_in_ano
     assert books.add("finder", [0] * 4) == 3  # of three, failing's block; of one, two of first's
     books.abandon(["failing"])
     assert [books.computed(seq_id) for seq_id in ("first", "failing", "finder")] == [2, 0, 0]
+    books.mark_computed("first", 2)
+    books.check_invariants()
+
+
+def test_what_a_sequence_that_has_left_wrote_stays_with_a_fork_of_it():
+    books = GroupedAllocator([BlockAllocator(8, 3), BlockAllocator(8, 1)])
+    books.add("first", [0, 0])
+    books.mark_computed("first", 2)
+    books.add("failing", [0] * 3)
+    books.mark_computed("failing", 3)
+    books.add("finder", [0] * 4)
+    books.fork("first", "fork")
+    books.free("first")
+    books.abandon(["failing"])
+    assert [books.computed(seq_id) for seq_id in ("fork", "failing", "finder")] == [2, 0, 0]
     books.check_invariants()
 
 

@@ -46,6 +46,20 @@ def relative_error(q: Tensor, k: Tensor, v: Tensor, kv_dtype: str, **options: An
     return float((out.double() - exact).norm() / exact.norm())
 
 
+def test_a_score_of_small_keys_keeps_its_digits_where_all_of_q_has_one_sign() -> None:
+    """What making keys unsigned adds is then a thousand times the score: float32 would keep three digits of it."""
+    torch.manual_seed(0)
+    q, k_scale = 0.9 + 0.1 * torch.rand(1, 4, 256), 10.0
+    k = torch.zeros(32, 16, 1, 256, dtype=torch.int8)
+    tokens = k.view(512, 256)
+    tokens[torch.arange(512), torch.randint(0, 256, (512,))] = (torch.randint(0, 2, (512,)) * 2 - 1).to(torch.int8)
+    operands = (k, k, torch.arange(32, dtype=torch.int32)[None], torch.tensor([512], dtype=torch.int32))
+    options = {"kv_dtype": "int8", "scale": 1.0, "k_scale": torch.tensor(k_scale), "v_scale": torch.tensor(1.0)}
+    _, lse = pagegen.paged_attention(q.bfloat16(), *operands, return_lse=True, **options)
+    _, exact = pagegen.reference_attention(q.bfloat16().double(), *operands, return_lse=True, **options)
+    assert (lse - exact).abs().max() < 2 * k_scale / 65024  # the bound of templates/bytes.hpp, and what float32 rounds
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("q_dtype", QUERIES)
 @pytest.mark.parametrize("blocks", [4, 40])

@@ -16,15 +16,13 @@ template <class C> struct Stream : Products<C> {
   using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
   using typename Base::Lanes, typename Base::Places, typename Base::Query, typename Base::Rows, typename Base::Span;
   using typename Base::State, typename Base::Tile, typename Base::Weights;
-  using Base::AHEAD, Base::BY_TOKENS, Base::D, Base::DV, Base::FACTORS, Base::G, Base::OUT, Base::R;
+  using Base::AHEAD, Base::BY_TOKENS, Base::CHUNK, Base::D, Base::DV, Base::FACTORS, Base::G, Base::OUT, Base::R;
   using Base::STREAM_ROWS, Base::TILE, Base::WIDTH;
 
   static constexpr int HEADS = C::heads_together;
   static constexpr int PARTS = G / R, SETS = std::max(1, STREAM_ROWS / R); // sets of R rows: of a query, of an item
   static constexpr int RING = BY_TOKENS ? 2 : C::prefetch_ahead + 1; // the present tile and those asked for ahead
 
-  // Lanes of one head that a step of reading by tokens takes. 16 at most: spans are whole steps.
-  static constexpr int CHUNK = std::max({C::streams, Base::TOKENS, 8});
   static constexpr int FAR = C::prefetch_ahead * CHUNK; // by tokens: how many lanes ahead lines are asked for
   static constexpr int KEPT = BY_TOKENS ? SETS : 1;     // sets of a head whose weights are kept until values are read
 
@@ -104,16 +102,19 @@ template <class C> struct Stream : Products<C> {
     return {(const KV*)a.v_cache + item.head * a.v_head_stride, a.v_head_stride, at.v, tile.span};
   }
 
-  // Visits one side of a tile, CHUNK lanes of every head in turn, with the rows that are to be asked for meanwhile:
+  struct Asked { // rows of a side that lines are asked for of
+    const Side& side;
+    int lane, end;
+  };
+  // Visits one side of a tile, CHUNK lanes of all heads at a time, with the rows that are to be asked for meanwhile:
   // those FAR lanes later, past the end those at the beginning of `then` (null: none).
   template <class Visit>
-  static PAGEGEN_INLINE void each_chunk(const Item& item, const Side& side, const Side* then, Visit visit) {
+  static PAGEGEN_INLINE void each_chunk(const Side& side, const Side* then, Visit visit) {
     for (int t = side.span.begin; t < side.span.end; t += CHUNK) {
       const bool past = t + FAR >= side.span.end;
       const Side& asked = past && then ? *then : side;
       const int lane = past ? asked.span.begin + t + FAR - side.span.end : t + FAR;
-      const int end = past && !then ? lane : std::min(lane + CHUNK, asked.span.end);
-      for (int h = 0; h < item.heads; h++) visit(h, Span{t, t + CHUNK}, side.rows(h), asked.rows(h), lane, end);
+      visit(Span{t, t + CHUNK}, Asked{asked, lane, past && !then ? lane : std::min(lane + CHUNK, asked.span.end)});
     }
   }
 
@@ -124,37 +125,56 @@ template <class C> struct Stream : Products<C> {
     const Side keys = keys_in(a, item, here, place), values = values_in(a, item, here, place);
     const Side next = keys_in(a, item, later ? *later : here, later_place);
     const bool whole = here.live.whole();
+    bool plain = whole && sets == 1; // all heads do the same: they can be scored in turn
     for (int h = 0; h < item.heads; h++)
-      for (int i = 0; i < sets; i++) w.head[h].any[i] = any_attends(a, item, h, i, t0);
+      for (int i = 0; i < sets; i++) {
+        w.head[h].any[i] = any_attends(a, item, h, i, t0);
+        plain &= w.head[h].any[i];
+      }
     if constexpr (AHEAD && FACTORS)
       if (later) Base::prefetch_factors(a, later_place.factors, item.head, w.factors);
-    each_chunk(item, keys, C::shared_kv && !later ? nullptr : C::shared_kv ? &next : &values,
-               [&](int h, Span span, Rows k, Rows asked, int lane, int end) __attribute__((always_inline)) {
-                 if (!whole) k = Base::template stage<D>(k, here, span, w.k);
-                 Head& own = w.head[h];
-                 for (int i = 0; i < sets; i++) {
-                   if (!own.any[i]) continue;
-                   Base::scores(k, AheadK{asked, lane, end}, own.query[i], span, own.score[i]);
-                   end = lane; // asked for once
-                 }
-               });
+    const Side* after = C::shared_kv ? later ? &next : nullptr : &values;
+    each_chunk(keys, after, [&](Span span, Asked asked) __attribute__((always_inline)) {
+      const auto ahead = [&](int h, int end) __attribute__((always_inline)) {
+        return AheadK{asked.side.rows(h), asked.lane, end, span.begin};
+      };
+      if (plain) {
+        Base::scores(item.heads, span, [&](int h) __attribute__((always_inline)) {
+          return typename Base::Turn{keys.rows(h), ahead(h, asked.end), w.head[h].query[0], w.head[h].score[0]};
+        });
+        return;
+      }
+      for (int h = 0; h < item.heads; h++) {
+        Rows k = keys.rows(h);
+        if (!whole) k = Base::template stage<D>(k, here, span, w.k);
+        Head& own = w.head[h];
+        for (int i = 0, end = asked.end; i < sets; i++) {
+          if (!own.any[i]) continue;
+          Base::scores(k, ahead(h, end), own.query[i], span, own.score[i]);
+          end = asked.lane; // asked for once
+        }
+      }
+    });
     for (int h = 0; h < item.heads; h++) {
       if constexpr (FACTORS)
         Base::load_factors(a, here, place.factors, item.head + h, Base::lanes_of(here), here.span, w.factors);
       for (int i = 0; i < sets; i++)
         if (w.head[h].any[i]) weigh_set(a, item, h, i, t0, Base::lanes_of(here), here.span, w);
     }
-    each_chunk(item, values, later ? &next : nullptr,
-               [&](int h, Span span, Rows v, Rows asked, int lane, int end) __attribute__((always_inline)) {
-                 if (!whole) v = Base::template stage<DV>(v, here, span, C::shared_kv ? w.k : w.v);
-                 Head& own = w.head[h];
-                 for (int i = 0; i < sets; i++) {
-                   if (!own.any[i]) continue;
-                   Base::values(v, AheadV{asked, lane, end}, span, own.weights[i], own.decay[i], own.sums[i]);
-                   std::fill(own.decay[i], own.decay[i] + R, 1.0f);
-                   end = lane;
-                 }
-               });
+    each_chunk(values, later ? &next : nullptr, [&](Span span, Asked asked) __attribute__((always_inline)) {
+      for (int h = 0; h < item.heads; h++) {
+        Rows v = values.rows(h);
+        if (!whole) v = Base::template stage<DV>(v, here, span, C::shared_kv ? w.k : w.v);
+        Head& own = w.head[h];
+        for (int i = 0, end = asked.end; i < sets; i++) {
+          if (!own.any[i]) continue;
+          Base::values(v, {asked.side.rows(h), asked.lane, end, span.begin}, span, own.weights[i], own.decay[i],
+                       own.sums[i]);
+          std::fill(own.decay[i], own.decay[i] + R, 1.0f);
+          end = asked.lane;
+        }
+      }
+    });
   }
 
   // Finds where the tiles up to `tile` lie, those from `located` on.

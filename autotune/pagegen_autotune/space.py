@@ -184,6 +184,8 @@ def space_around(
 ) -> Space:  # fmt: skip
     """The space that `pagegen.costs.legal` allows on `device`; the rest is the space's own."""
     ways = list(WAYS[start.family])
+    if start.family == "cpp" and spec.num_kv_heads > 8:  # with fewer, what 8 together does
+        ways.append({"heads_together": 32})
     if start.family == "triton" and device.target.is_gpu:
         equal = {"num_splits": 1, "split_tokens": 0, "reduce": "kernel"}
         ways += [{"programs": 0}, *({"programs": n * device.units, **equal} for n in SHARES)]

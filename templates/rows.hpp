@@ -28,7 +28,7 @@ template <class C> struct TileRows : Ends<C> {
   // Lanes of one head that a step of reading by tokens takes. 16 at most: spans are whole steps.
   static constexpr int CHUNK = std::max({C::streams, TOKENS, 8});
 
-  // A tile that is read where it lies is read in streams, one that is copied first is copied in order.
+  // A tile that is the item's as a whole is read in streams, another in order: what is the item's is a span of it then.
   static PAGEGEN_INLINE const Lanes& lanes_of(const Tile& tile) {
     return tile.inside ? Base::kStreamed : Base::kPlain;
   }
@@ -56,9 +56,20 @@ template <class C> struct TileRows : Ends<C> {
     PAGEGEN_INLINE const KV* row(int lane) const { return base + place[lane]; }
   };
 
+  // What lies in unused slots (NaN, perhaps) is never multiplied, not even by 0: the rows of a partial tile, of zeros
+  // where no row of the item attends a token.
+  static Rows live_rows(const Rows& from, const Tile& tile, Span span, int64_t* place) {
+    alignas(64) static constexpr KV nothing[std::max(D, DV)] = {};
+    const int64_t away = ((const char*)nothing - (const char*)from.base) / (int64_t)sizeof(KV);
+    const Lanes& lanes = lanes_of(tile);
+    for (int lane = span.begin; lane < span.end; lane++)
+      place[lane] = tile.live(lanes.token[lane]) ? from.place[lane] : away;
+    return {from.base, place};
+  }
+
   // Asks for the lines of a later tile, a few at every step of the arithmetic: asked in bursts they fill the queue of
-  // misses, where loads of the present tile then wait too. (Evenly asked: 1.06 times the bandwidth on one thread. One or
-  // two lines every few products, not all of four tokens before theirs: float8 another 1.05 to 1.12, float32 1.03.)
+  // misses, where loads of the present tile then wait too. (Evenly asked: 1.06 times the bandwidth on one thread. A line
+  // or two every few products, not all of four tokens before theirs: float8 another 1.05 to 1.12, float32 1.03.)
   template <int WIDTH> struct Ahead {
     static constexpr int LINES = ceil_div(WIDTH / kPack<KV> * (int)sizeof(KV), 64); // of one row
     Rows rows;
@@ -98,26 +109,6 @@ template <class C> struct TileRows : Ends<C> {
   };
   using AheadK = Ahead<D>;
   using AheadV = Ahead<C::shared_kv ? 0 : DV>; // a shared cache's values were asked for as keys
-
-  // Copies the live rows of a partial tile and zeroes the others: what lies in unused slots (NaN, perhaps) is
-  // never multiplied, not even by 0.
-  template <int WIDTH> static Rows stage(const Rows& from, const Tile& tile, Span span, KV* buffer) {
-    constexpr int STORED = WIDTH / kPack<KV>;
-    const Lanes& lanes = lanes_of(tile);
-    for (int lane = span.begin; lane < span.end; lane++) {
-      KV* to = buffer + lane * STORED;
-      if (tile.live(lanes.token[lane])) std::memcpy(to, from.row(lane), STORED * sizeof(KV));
-      else std::memset((void*)to, 0, STORED * sizeof(KV));
-    }
-    return {buffer, kStaged<STORED>.place};
-  }
-  template <int STORED> struct Staged {
-    int64_t place[TILE];
-    constexpr Staged() : place{} {
-      for (int i = 0; i < TILE; i++) place[i] = i * STORED;
-    }
-  };
-  template <int STORED> static constexpr Staged<STORED> kStaged{};
 };
 
 } // namespace

@@ -1,6 +1,6 @@
-// The stream way, for few rows (decode): rows of K and V are used straight from the cache; what a partial tile has is
-// copied first. A tile is read head by head, or by tokens: a few tokens of every head in turn, first keys and then
-// values, which is how memory lies where the heads of a token are side by side (NHD).
+// The stream way, for few rows (decode): rows of K and V are used straight from the cache. A tile is read head by head,
+// or by tokens: a few tokens of every head in turn, first keys and then values, which is how memory lies where the
+// heads of a token are side by side (NHD).
 #pragma once
 
 #include "bytes.hpp"
@@ -38,11 +38,10 @@ template <class C> struct Stream : Products<C> {
 
   struct Scratch {
     Head head[HEADS];
-    alignas(64) KV k[TILE * D / kPack<KV>];
-    alignas(64) KV v[C::shared_kv ? 1 : TILE * DV / kPack<KV>];
     Factors factors;
     Tile tiles[RING];
     Places places[RING];
+    int64_t k_place[TILE], v_place[TILE]; // of a partial tile and one head
   };
 
   static PAGEGEN_INLINE bool any_attends(const Args& a, const Item& item, int h, int i, int32_t t0) {
@@ -125,7 +124,7 @@ template <class C> struct Stream : Products<C> {
     const Side keys = keys_in(a, item, here, place), values = values_in(a, item, here, place);
     const Side next = keys_in(a, item, later ? *later : here, later_place);
     const bool whole = here.live.whole();
-    bool plain = whole && sets == 1; // all heads do the same: they can be scored in turn
+    bool plain = sets == 1; // all heads do the same: they can be scored in turn
     for (int h = 0; h < item.heads; h++)
       for (int i = 0; i < sets; i++) {
         w.head[h].any[i] = any_attends(a, item, h, i, t0);
@@ -135,18 +134,20 @@ template <class C> struct Stream : Products<C> {
       if (later) Base::prefetch_factors(a, later_place.factors, item.head, w.factors);
     const Side* after = C::shared_kv ? later ? &next : nullptr : &values;
     each_chunk(keys, after, [&](Span span, Asked asked) __attribute__((always_inline)) {
+      const auto rows = [&](int h) __attribute__((always_inline)) {
+        return whole ? keys.rows(h) : Base::live_rows(keys.rows(h), here, span, w.k_place);
+      };
       const auto ahead = [&](int h, int end) __attribute__((always_inline)) {
         return AheadK{asked.side.rows(h), asked.lane, end, span.begin};
       };
       if (plain) {
         Base::scores(item.heads, span, [&](int h) __attribute__((always_inline)) {
-          return typename Base::Turn{keys.rows(h), ahead(h, asked.end), w.head[h].query[0], w.head[h].score[0]};
+          return typename Base::Turn{rows(h), ahead(h, asked.end), w.head[h].query[0], w.head[h].score[0]};
         });
         return;
       }
       for (int h = 0; h < item.heads; h++) {
-        Rows k = keys.rows(h);
-        if (!whole) k = Base::template stage<D>(k, here, span, w.k);
+        const Rows k = rows(h);
         Head& own = w.head[h];
         for (int i = 0, end = asked.end; i < sets; i++) {
           if (!own.any[i]) continue;
@@ -164,7 +165,7 @@ template <class C> struct Stream : Products<C> {
     each_chunk(values, later ? &next : nullptr, [&](Span span, Asked asked) __attribute__((always_inline)) {
       for (int h = 0; h < item.heads; h++) {
         Rows v = values.rows(h);
-        if (!whole) v = Base::template stage<DV>(v, here, span, C::shared_kv ? w.k : w.v);
+        if (!whole) v = Base::live_rows(v, here, span, w.v_place);
         Head& own = w.head[h];
         for (int i = 0, end = asked.end; i < sets; i++) {
           if (!own.any[i]) continue;
@@ -216,10 +217,9 @@ template <class C> struct Stream : Products<C> {
       const Lanes& lanes = Base::lanes_of(here);
       const Span span = here.span;
       if (!here.live.whole()) {
-        k = Base::template stage<D>(k, here, span, w.k);
-        if constexpr (!C::shared_kv) v = Base::template stage<DV>(v, here, span, w.v);
+        k = Base::live_rows(k, here, span, w.k_place);
+        v = C::shared_kv ? k : Base::live_rows(v, here, span, w.v_place);
       }
-      if constexpr (C::shared_kv) v = k;
       if constexpr (FACTORS) {
         // by the unit that first looks ahead to a later tile; a token's factors of all heads lie side by side
         if (AHEAD && later_tile > tile && later_h == 0)

@@ -68,8 +68,8 @@ template <class C> struct TileRows : Ends<C> {
   }
 
   // Asks for the lines of a later tile, a few at every step of the arithmetic: asked in bursts they fill the queue of
-  // misses, where loads of the present tile then wait too. (Evenly asked: 1.06 times the bandwidth on one thread. A line
-  // or two every few products, not all of four tokens before theirs: float8 another 1.05 to 1.12, float32 1.03.)
+  // misses, where loads of the present tile then wait too. (Evenly asked: 1.06 times the bandwidth on one thread. A
+  // line or two every few products, not all of four tokens before theirs: float8 another 1.05 to 1.12, float32 1.03.)
   template <int WIDTH> struct Ahead {
     static constexpr int LINES = ceil_div(WIDTH / kPack<KV> * (int)sizeof(KV), 64); // of one row
     Rows rows;

@@ -59,8 +59,8 @@ template <class C> struct TileRows : Ends<C> {
   // What lies in unused slots (NaN, perhaps) is never multiplied, not even by 0: the rows of a partial tile, of zeros
   // where no row of the item attends a token.
   static Rows live_rows(const Rows& from, const Tile& tile, Span span, int64_t* place) {
-    alignas(64) static constexpr KV nothing[std::max(D, DV)] = {};
-    const int64_t away = ((const char*)nothing - (const char*)from.base) / (int64_t)sizeof(KV);
+    alignas(64) static constexpr KV nothing[std::max(D, DV) + 2] = {}; // the cache may lie a fraction of an element off
+    const int64_t away = ((const char*)(nothing + 1) - (const char*)from.base) / (int64_t)sizeof(KV);
     const Lanes& lanes = lanes_of(tile);
     for (int lane = span.begin; lane < span.end; lane++)
       place[lane] = tile.live(lanes.token[lane]) ? from.place[lane] : away;

@@ -127,8 +127,11 @@ def here(races: int) -> Iterator[Row]:
 @contextmanager
 def cluster(stations: int, sleep_s: float) -> Iterator[str]:
     """The address of a cluster of so many nodes on this machine."""
+    from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster as Nodes
 
+    # Ray notes a head's address in its default folder, and makes that only for a head that works there.
+    Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     plain = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
     with tempfile.TemporaryDirectory(prefix="pagegen-ray-") as folder:
         nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": folder, **plain})

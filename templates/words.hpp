@@ -39,7 +39,8 @@ template <class C> struct Words : TileRows<C> {
   // adding up at the end of each.)
   template <class At> static void scores(int turns, Span span, At at) {
     constexpr int AT_ONCE = M::key_vectors, MANY = KEY_FULL / AT_ONCE * AT_ONCE;
-    constexpr int PARTS = MANY / AT_ONCE + (MANY < KEY_FULL) + (KEY_TAIL > 0);
+    constexpr int STEPS = MANY / AT_ONCE + (MANY < KEY_FULL) + (KEY_TAIL > 0);
+    constexpr int PARTS = STEPS <= 8 ? STEPS : 1; // in which lines are asked for; many short steps are a loop
     vf held[SUMS]; // of the tokens before, from `held_from` on
     int held_from = span.begin;
     auto held_score = at(0).score;
@@ -53,7 +54,7 @@ template <class C> struct Words : TileRows<C> {
 #pragma GCC unroll 16
         for (int j = 0; j < TOKENS; j++) row[j] = turn.k.row(t + j);
         const auto add = [&]<int VECTORS>(auto loader, int vector, int part) __attribute__((always_inline)) {
-          turn.next.template ask<TOKENS, 1, PARTS>(t, 0, part);
+          if (PARTS > 1 || part == 0) turn.next.template ask<TOKENS, 1, PARTS>(t, 0, part);
           VWord key[TOKENS][VECTORS];
 #pragma GCC unroll 16
           for (int j = 0; j < TOKENS; j++) loader(Base::at(row[j], vector * KEY_LANES), key[j]);
@@ -77,7 +78,7 @@ template <class C> struct Words : TileRows<C> {
                                      MANY / AT_ONCE);
         if constexpr (KEY_TAIL > 0)
           add.template operator()<1>([](const KV* p, VWord* out) { *out = M::template load_row<KEY_TAIL>(p); },
-                                     KEY_FULL, PARTS - 1);
+                                     KEY_FULL, STEPS - 1);
 #pragma GCC unroll 16
         for (int i = 0; i < SUMS; i++) held[i] = sum[i];
         held_score = turn.score;

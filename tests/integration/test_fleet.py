@@ -39,8 +39,11 @@ class Nodes:
     """A Ray cluster of processes on this machine: a head that measures nothing, and nodes of two CPUs each."""
 
     def __init__(self, names: tuple[str, ...]):
+        from ray._private.utils import get_ray_address_file
         from ray.cluster_utils import Cluster
 
+        # Ray notes a head's address in its default folder, and makes that only for a head that works there.
+        Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="pagegen-ray-"))
         (self.folder / "pids").mkdir()
         plain = {"object_store_memory": STORE_BYTES, "include_dashboard": False}

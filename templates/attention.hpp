@@ -11,7 +11,7 @@
 // A work item is (sequence, run of queries, KV head or several, range of keys). The query heads that share a KV
 // head are computed together, so K and V are read once a group. Two ways to compute an item:
 //   stream  few rows (decode): rows of K and V are used straight from the cache, several token streams at a
-//           time, while lines of a later tile are asked for. Bound by memory.
+//           time, while lines of a later tile are prefetched. Bound by memory.
 //   panel   many rows (prefill, large groups): a tile of K and V is packed once into panels that stay in L1/L2
 //           and meets all rows of the item in register blocks. Bound by arithmetic.
 // A score is scaled, capped, gets its ALiBi and then the score function's change; causality, window, tree and mask
@@ -65,7 +65,7 @@ struct Constants {
   static constexpr int tile_kv = 64;         // keys scored at once
   static constexpr int streams = 4;          // places of a tile read side by side (stream way)
   static constexpr int rows_together = 2;    // rows of q that a row of V of 16 or 32 bits meets at once
-  static constexpr int prefetch_ahead = 1; // how far ahead lines are asked for (stream way); 0: never
+  static constexpr int prefetch_ahead = 1; // how far ahead lines are prefetched (stream way); 0: never
   static constexpr bool read_tokens = false; // a few tokens of all heads in turn, not a tile of a head (stream way)
   static constexpr int prefetch_hint = 2;    // into which cache: 3 L1, 2 L2
   static constexpr bool dot = true;          // products of narrower types where the CPU has them; false: of float32
@@ -94,7 +94,8 @@ template <class C> struct Attention : Ends<C> {
     while (n.items < wanted) {
       // Of fewer than 4 heads a token's rows are short for reading by tokens: then as many items as threads must do
       // (1.1 to 1.4 times as fast, on 2 threads and up to 1500 tokens).
-      const bool fewer = heads > (C::read_tokens && n.items >= threads ? 4 : 1), shorter = chunk > 1 && chunk * G > 32;
+      const bool fewer = heads > (Stream<C>::BY_TOKENS && n.items >= threads ? 4 : 1);
+      const bool shorter = chunk > 1 && chunk * G > 32;
       if (!fewer && !shorter) break;
       if (fewer) heads = ceil_div(heads, 2);
       if (shorter) chunk = ceil_div(chunk, 2);

@@ -20,14 +20,14 @@ namespace {
 
 template <class C> struct Bytes : TileRows<C> {
   using Base = TileRows<C>;
-  using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
-  using typename Base::M, typename Base::Q, typename Base::Rows, typename Base::Span, typename Base::State;
-  using Base::D, Base::DV, Base::OUT, Base::R, Base::TILE, Base::ZEROS;
-  using Base::PACKED;
+  using typename Base::Args, typename Base::Factors, typename Base::KV, typename Base::M, typename Base::PrefetchK;
+  using typename Base::PrefetchV, typename Base::Q, typename Base::Rows, typename Base::Span, typename Base::State;
+  using Base::D, Base::DV, Base::OUT, Base::PACKED, Base::R, Base::TILE, Base::ZEROS;
 
   static constexpr int PER_BYTE = PACKED ? 2 : 1;
   static constexpr int OFFSET = PACKED ? 8 : 128; // what makes a key or a value unsigned
   static constexpr int MOST = 127 * 256;          // of what has two planes: the high byte is signed, and rounds up
+  static_assert(255LL * MOST * 256 < 1LL << 31);  // a sum over 256 elements, or tokens, fits
   static constexpr int PIECES = ceil_div(D, 64 * PER_BYTE); // of 64 bytes of a key
   // A pass makes 32 columns of the sums: two vectors.
   static constexpr int PASSES = ceil_div(DV, 64 * PER_BYTE) * 2 * PER_BYTE;
@@ -39,8 +39,8 @@ template <class C> struct Bytes : TileRows<C> {
     float unit[R];
   };
   struct Query { // R rows of one query
-    Factor rounded, rest;
-    bool coarse;  // whether the rest counts
+    Factor rounded, residual;
+    bool coarse;  // whether the residual counts
     float sum[R]; // of a row's elements, which zero points are multiplied by
   };
 
@@ -106,7 +106,7 @@ template <class C> struct Bytes : TileRows<C> {
       // 1/160: the largest is some 50 times the spread of the others. Up to there scores are off by 1e-3 of theirs.
       q.coarse |= keep_row(x[r], r, q.rounded) < 1.0f / 160;
     }
-    for (int r = 0; r < R && q.coarse; r++) keep_row(x[r], r, q.rest);
+    for (int r = 0; r < R && q.coarse; r++) keep_row(x[r], r, q.residual);
   }
   // Returns the evenness, and leaves in `x` what the rounding left.
   static float keep_row(float* x, int r, Factor& to) {
@@ -145,13 +145,14 @@ template <class C> struct Bytes : TileRows<C> {
     }
   }
 
-  static void scores(const Rows& k, AheadK next, const Query& q, Span span, float (*score)[TILE]) {
+  static void scores(const Rows& k, PrefetchK next, const Query& q, Span span, float (*score)[TILE]) {
     multiply(k, next, q.rounded, span, score);
     if (!q.coarse) return;
-    alignas(64) float rest[R][TILE];
-    multiply(k, next, q.rest, span, rest);
+    alignas(64) float residual[R][TILE];
+    next.end = 0; // once
+    multiply(k, next, q.residual, span, residual);
     for (int r = 0; r < R; r++)
-      for (int t = span.begin; t < span.end; t += W) store(&score[r][t], load(&score[r][t]) + load(&rest[r][t]));
+      for (int t = span.begin; t < span.end; t += W) store(&score[r][t], load(&score[r][t]) + load(&residual[r][t]));
   }
 
   // four bytes, in every word
@@ -163,13 +164,13 @@ template <class C> struct Bytes : TileRows<C> {
 
   // Keys are turned, 16 at a time, so that a token has a lane: cheaper than adding up across lanes for every token and
   // row of q.
-  static void multiply(const Rows& k, AheadK next, const Factor& q, Span span, float (*score)[TILE]) {
+  static void multiply(const Rows& k, PrefetchK next, const Factor& q, Span span, float (*score)[TILE]) {
     constexpr int LAST = D / PER_BYTE - (PIECES - 1) * 64; // bytes of the last piece
     constexpr int WORDS = D / PER_BYTE / 4;                // of 32 bits
     alignas(64) int32_t word[W][W];
     for (int t = span.begin; t < span.end; t += W) {
       vi high[R] = {}, low[R] = {};
-      int asked = 0; // tokens
+      int fetched = 0; // tokens whose share of the lines was prefetched
 #pragma GCC unroll 4
       for (int i = 0; i < PIECES; i++) {
         const bool last = i == PIECES - 1;
@@ -179,7 +180,7 @@ template <class C> struct Bytes : TileRows<C> {
         for (int j = 0; j < W; j++) row[j] = (vi)_mm512_maskz_loadu_epi8(held, k.row(t + j) + i * 64);
         transpose(row, word[0], W);
         const auto one = [&](int n) __attribute__((always_inline)) {
-          for (; asked * WORDS < (i * W + n + 1) * W; asked++) next.template ask<1, 1>(t + asked, 0);
+          for (; fetched * WORDS < (i * W + n + 1) * W; fetched++) next.template issue<1, 1>(t + fetched, 0);
           __m512i key[PER_BYTE]; // int4: even and odd elements
           to_unsigned((__m512i)load(word[n]), key);
 #pragma GCC unroll 2
@@ -194,7 +195,7 @@ template <class C> struct Bytes : TileRows<C> {
         const int words = last ? LAST / 4 : W;
         if constexpr (PACKED) {
           for (int n = 0; n < words; n++) one(n);
-        } else { // written out, words stay in registers: 0.94 of the time. int4, gains nothing
+        } else { // written out, words stay in registers: 0.94 of the time; int4 would only compile longer
 #pragma GCC unroll 16
           for (int n = 0; n < words; n++) one(n);
         }
@@ -222,7 +223,7 @@ template <class C> struct Bytes : TileRows<C> {
     return evenness < 1.0f / 1024;
   }
   // What the rounding left of a row's weights, as weights.
-  static void prepare_rest(Weights& w, int r, Span span, const Factors& f, State& state) {
+  static void prepare_residual(Weights& w, int r, Span span, const Factors& f, State& state) {
     subtract_planes(w.weight[r], span, w.high[r], w.low[r], w.unit[r]);
     round_weights(w, r, span);
     if constexpr (ZEROS) {
@@ -264,11 +265,11 @@ template <class C> struct Bytes : TileRows<C> {
   static constexpr int BLOCKS = PASSES * ceil_div(R, ROW_PART);
 
   template <int ROWS, int PASS>
-  static PAGEGEN_INLINE void block(const Rows& v, const AheadV& next, Span span, int r0, const Weights& w,
-                                   const float* decay, float (*sums)[WIDTH]) {
+  static PAGEGEN_INLINE void block(const Rows& v, const PrefetchV& next, Span span, int r0, const Weights& w,
+                                   const float* rescale, float (*sums)[WIDTH]) {
     vi high[ROWS][2] = {}, low[ROWS][2] = {};
     for (int t = span.begin; t < span.end; t += 4) {
-      next.template ask<4, BLOCKS>(t, PASS * ceil_div(R, ROW_PART) + r0 / ROW_PART);
+      next.template issue<4, BLOCKS>(t, PASS * ceil_div(R, ROW_PART) + r0 / ROW_PART);
       const KV* row[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) row[j] = v.row(t + j);
@@ -290,16 +291,16 @@ template <class C> struct Bytes : TileRows<C> {
       for (int i = 0; i < 2; i++) {
         float* to = sums[r0 + r] + (PASS * 2 + i) * W;
         const vf sum = __builtin_convertvector((high[r][i] << 8) + low[r][i] - w.offset[r0 + r], vf);
-        store(to, fma(load(to), splat(decay[r0 + r]), sum * w.unit[r0 + r]));
+        store(to, fma(load(to), splat(rescale[r0 + r]), sum * w.unit[r0 + r]));
       }
   }
 
-  // sums = sums * decay + the tile's
-  static void values(const Rows& v, AheadV next, Span span, const Weights& w, const float* decay,
+  // sums = sums * rescale + the tile's
+  static void values(const Rows& v, PrefetchV next, Span span, const Weights& w, const float* rescale,
                      float (*sums)[WIDTH]) {
     const auto one = [&]<int PASS>() __attribute__((always_inline)) {
-      for (int r = 0; r + ROW_PART <= R; r += ROW_PART) block<ROW_PART, PASS>(v, next, span, r, w, decay, sums);
-      if constexpr (ROW_REST > 0) block<ROW_REST, PASS>(v, next, span, R - ROW_REST, w, decay, sums);
+      for (int r = 0; r + ROW_PART <= R; r += ROW_PART) block<ROW_PART, PASS>(v, next, span, r, w, rescale, sums);
+      if constexpr (ROW_REST > 0) block<ROW_REST, PASS>(v, next, span, R - ROW_REST, w, rescale, sums);
     };
     [&]<int... PASS>(std::integer_sequence<int, PASS...>) {
       (one.template operator()<PASS>(), ...);

@@ -41,7 +41,7 @@ template <class C> struct Ends : Softmax<C> {
   }
 
   // A row's sums are complete for the item: keep them for the merge, or finish the row.
-  static void leave(const Args& a, const Item& item, int head, int row, const float* sums, State state,
+  static void store_row(const Args& a, const Item& item, int head, int row, const float* sums, State state,
                     float* partials) {
     if (item.partial < 0) {
       finish(a, item.token + row / G, (item.head + head) * G + row % G, sums, state);

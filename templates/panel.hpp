@@ -30,9 +30,8 @@ template <class C> struct Panel : Ends<C> {
 
   // Packs the live rows of K and V, and zeroes for the others: NaN in an unused slot must not be read.
   static void pack(const Args& a, const Tile& tile, const KV* k_cache, const KV* v_cache, Scratch& w) {
-    static constexpr KV nothing[std::max(D, DV)] = {};
     const auto row = [&](const KV* cache, const int64_t* runs, int64_t stride, int t) __attribute__((always_inline)) {
-      return tile.live(t) ? cache + runs[t / RUN] + t % RUN * stride : nothing;
+      return tile.live(t) ? cache + runs[t / RUN] + t % RUN * stride : Base::kZeroRow;
     };
     for (int t = 0; t < TILE; t += W) {
       const KV* rows[W];
@@ -78,9 +77,9 @@ template <class C> struct Panel : Ends<C> {
     for (int i = 0; i < M::value_vectors; i++) M::store_words(to + i * W, words[i]);
   }
 
-  // c[MR][COUNT * W] = c * decay (or 0) + a[MR][steps] b[steps][...], the product in registers
+  // c[MR][COUNT * W] = c * rescale (or 0) + a[MR][steps] b[steps][...], the product in registers
   template <int COUNT, int A_STRIDE, int B_STRIDE, int C_STRIDE, bool FRESH>
-  static PAGEGEN_INLINE void multiply(int steps, const Word* a, const Word* b, float* c, const float* decay) {
+  static PAGEGEN_INLINE void multiply(int steps, const Word* a, const Word* b, float* c, const float* rescale) {
     vf sum[MR][COUNT];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++)
@@ -103,7 +102,7 @@ template <class C> struct Panel : Ends<C> {
 #pragma GCC unroll 4
       for (int j = 0; j < COUNT; j++) {
         float* to = c + r * C_STRIDE + j * W;
-        store(to, FRESH ? sum[r][j] : fma(load(to), splat(decay[r]), sum[r][j]));
+        store(to, FRESH ? sum[r][j] : fma(load(to), splat(rescale[r]), sum[r][j]));
       }
   }
 
@@ -124,15 +123,15 @@ template <class C> struct Panel : Ends<C> {
     }
   }
 
-  static void values(float* sums, const float* decay, Span span, Scratch& w) {
+  static void values(float* sums, const float* rescale, Span span, Scratch& w) {
     constexpr int COLUMNS = even_part(VECTORS, kPanelVectors), REST = VECTORS % COLUMNS, STRIDE = TILE / M::step;
     const int first = span.begin / M::step, steps = (span.end - span.begin) / M::step;
     const Word* weight = (const Word*)&w.weight[0][0] + first;
     for (int c = 0; c + COLUMNS <= VECTORS; c += COLUMNS)
-      multiply<COLUMNS, STRIDE, OUT, OUT, false>(steps, weight, &w.v[first][c * W], sums + c * W, decay);
+      multiply<COLUMNS, STRIDE, OUT, OUT, false>(steps, weight, &w.v[first][c * W], sums + c * W, rescale);
     if constexpr (REST > 0) {
       constexpr int c = VECTORS - REST;
-      multiply<REST, STRIDE, OUT, OUT, false>(steps, weight, &w.v[first][c * W], sums + c * W, decay);
+      multiply<REST, STRIDE, OUT, OUT, false>(steps, weight, &w.v[first][c * W], sums + c * W, rescale);
     }
   }
 
@@ -149,15 +148,15 @@ template <class C> struct Panel : Ends<C> {
       if (span.begin >= span.end) continue;
       span = {span.begin / (PART * W) * (PART * W), round_up(span.end, PART * W)};
       scores(w.q[r0], span, w);
-      float decay[MR];
+      float rescale[MR];
       for (int r = 0; r < count; r++)
-        decay[r] = Base::weigh(a, item, (r0 + r) / G, item.head * G + (r0 + r) % G, t0, Base::kPlain, span, scale,
+        rescale[r] = Base::weigh(a, item, (r0 + r) / G, item.head * G + (r0 + r) % G, t0, Base::kPlain, span, scale,
                                w.q_sum[r0 + r], w.factors, w.score[r], w.weight[r], w.state[r0 + r]);
       for (int r = count; r < MR; r++) {
-        decay[r] = 1.0f;
+        rescale[r] = 1.0f;
         std::memset((void*)w.weight[r], 0, sizeof w.weight[r]);
       }
-      values(w.sums[r0], decay, span, w);
+      values(w.sums[r0], rescale, span, w);
     }
   }
 
@@ -180,14 +179,14 @@ template <class C> struct Panel : Ends<C> {
       if (tile.live.any()) {
         pack(a, tile, k_cache, v_cache, w);
         if constexpr (FACTORS) {
-          Base::find_factors(a, tile, Base::kPlain, w.factors, w.places);
+          Base::find_factors(a, tile, Base::kPlain, w.places);
           Base::load_factors(a, tile, w.places, item.head, Base::kPlain, {0, TILE}, w.factors);
         }
       }
       if (AHEAD && t0 + TILE < end && next.live.any()) prefetch_tile(a, next, item.head, k_cache, v_cache, w);
       if (tile.live.any()) one_tile(a, item, t0, scale, w);
     }
-    for (int r = 0; r < rows; r++) Base::leave(a, item, 0, r, w.sums[r], w.state[r], partials);
+    for (int r = 0; r < rows; r++) Base::store_row(a, item, 0, r, w.sums[r], w.state[r], partials);
   }
 
   static void prefetch_tile(const Args& a, const Tile& tile, int head, const KV* k_cache, const KV* v_cache,
@@ -198,8 +197,8 @@ template <class C> struct Panel : Ends<C> {
         Base::template prefetch<DV>(v_cache + tile.v[t / RUN] + t % RUN * a.v_slot_stride);
     }
     if constexpr (FACTORS) {
-      Base::find_factors(a, tile, Base::kPlain, w.factors, w.places);
-      Base::prefetch_factors(a, w.places, head, w.factors);
+      Base::find_factors(a, tile, Base::kPlain, w.places);
+      Base::prefetch_factors(a, w.places, head, 1, {0, TILE});
     }
   }
 };

@@ -136,7 +136,7 @@ template <class C> struct Plan {
   }
 
   // from the first to the last key that any row attends
-  static Keys hull(const Args& a, int32_t s, int32_t position, int32_t count, int32_t length) {
+  static Keys key_range(const Args& a, int32_t s, int32_t position, int32_t count, int32_t length) {
     if constexpr (!C::mask_range)
       return {keys_of(a, s, 0, position, length).begin, keys_of(a, s, 0, position + count - 1, length).end};
     Keys all{length, 0};
@@ -163,7 +163,7 @@ template <class C> struct Plan {
         const int step = split ? queries : chunk; // later queries see more keys: they come first
         for (int32_t q0 = (queries - 1) / step * step; q0 >= 0; q0 -= step) {
           const int32_t count = std::min(step, queries - q0), position = length - queries + q0;
-          const Keys keys = hull(a, s, position, count, length);
+          const Keys keys = key_range(a, s, position, count, length);
           // parts of a fixed size, or so many equal parts
           const int32_t origin = C::num_splits ? keys.begin / TILE * TILE : 0;
           const int32_t part_keys = ceil_div(keys.end - origin, std::max(1, C::num_splits));

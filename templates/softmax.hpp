@@ -100,7 +100,7 @@ template <class C> struct Softmax : Tiles<C> {
       for (int i = row.span.begin; i < row.span.end; i += W) limit(load(score + i) * LOG2E, i);
     }
     const float max = std::max(state.max, max_lanes(top));
-    const float decay = max == state.max ? 1.0f : exp2(state.max - max);
+    const float rescale = max == state.max ? 1.0f : exp2(state.max - max);
     vf sum = vf{}, shift = vf{};
     for (int i = row.span.begin; i < row.span.end; i += W) {
       const vf x = load(score + i);
@@ -110,10 +110,10 @@ template <class C> struct Softmax : Tiles<C> {
       store_float(weight + i, w);
       if constexpr (ZEROS) shift = fma(load_float(weight + i), load(f.v_zero + i), shift); // as rounded: it cancels
     }
-    state.total = state.total * decay + sum_lanes(sum);
-    if constexpr (ZEROS) state.shift = state.shift * decay + sum_lanes(shift);
+    state.total = state.total * rescale + sum_lanes(sum);
+    if constexpr (ZEROS) state.shift = state.shift * rescale + sum_lanes(shift);
     state.max = max;
-    return decay;
+    return rescale;
   }
 
   // One row's scores to weights; returns what its older sums are to be multiplied by. The row is made here, in

@@ -13,18 +13,18 @@ template <class C> using Products = std::conditional_t<TileRows<C>::BYTES, Bytes
 
 template <class C> struct Stream : Products<C> {
   using Base = Products<C>;
-  using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
-  using typename Base::Lanes, typename Base::Places, typename Base::Query, typename Base::Rows, typename Base::Span;
-  using typename Base::State, typename Base::Tile, typename Base::Weights;
-  using Base::AHEAD, Base::BY_TOKENS, Base::CHUNK, Base::D, Base::DV, Base::FACTORS, Base::G, Base::OUT, Base::R;
-  using Base::STREAM_ROWS, Base::TILE, Base::WIDTH;
+  using typename Base::Args, typename Base::Factors, typename Base::KV, typename Base::Lanes, typename Base::Places;
+  using typename Base::PrefetchK, typename Base::PrefetchV, typename Base::Query, typename Base::Rows;
+  using typename Base::Span, typename Base::State, typename Base::Tile, typename Base::Weights;
+  using Base::AHEAD, Base::BY_TOKENS, Base::CHUNK, Base::FACTORS, Base::G, Base::OUT, Base::R, Base::STREAM_ROWS;
+  using Base::TILE, Base::WIDTH;
 
   static constexpr int HEADS = C::heads_together;
   static constexpr int PARTS = G / R, SETS = std::max(1, STREAM_ROWS / R); // sets of R rows: of a query, of an item
-  static constexpr int RING = BY_TOKENS ? 2 : C::prefetch_ahead + 1; // the present tile and those asked for ahead
+  static constexpr int RING = BY_TOKENS ? 2 : C::prefetch_ahead + 1; // the present tile and those prefetched
 
-  static constexpr int FAR = C::prefetch_ahead * CHUNK; // by tokens: how many lanes ahead lines are asked for
-  static constexpr int KEPT = BY_TOKENS ? SETS : 1;     // sets of a head whose weights are kept until values are read
+  static constexpr int DISTANCE = C::prefetch_ahead * CHUNK; // of prefetching by tokens, in lanes
+  static constexpr int KEPT = BY_TOKENS ? SETS : 1; // sets of a head whose weights are kept until values are read
 
   struct Head { // what an item keeps of one KV head: the rows of all its queries
     Query query[SETS];
@@ -32,7 +32,7 @@ template <class C> struct Stream : Products<C> {
     State state[SETS][R];
     alignas(64) float score[KEPT][R][TILE];
     Weights weights[KEPT];
-    float decay[KEPT][R];
+    float rescale[KEPT][R];
     bool any[KEPT]; // whether a row of the set attends a token of the tile
   };
 
@@ -61,27 +61,30 @@ template <class C> struct Stream : Products<C> {
     bool coarse = false;
     for (int r = 0; r < R; r++) {
       State& state = own.state[i][r];
-      own.decay[kept][r] = Base::weigh(a, item, i / PARTS, first + r, t0, lanes, span, scale, own.query[i].sum[r],
+      own.rescale[kept][r] = Base::weigh(a, item, i / PARTS, first + r, t0, lanes, span, scale, own.query[i].sum[r],
                                        w.factors, own.score[kept][r], Base::weights_of(own.weights[kept], r), state);
       coarse |= Base::prepare(own.weights[kept], r, span, w.factors, state);
     }
     return coarse;
   }
 
-  // One tile and one KV head: every query of the item meets it.
+  // One tile and one KV head: every query of the item meets it. The next one is prefetched by the first set of
+  // rows that attends, or where a query is one set by each query.
   static void one_tile(const Args& a, const Item& item, int h, int32_t t0, const Lanes& lanes, Span span, const Rows& k,
                        const Rows& v, const Rows& next_k, const Rows& next_v, Scratch& w) {
     Head& own = w.head[h];
+    int end = TILE; // of the lanes that are prefetched
     for (int i = 0; i < item.queries * PARTS; i++) {
       if (!any_attends(a, item, h, i, t0)) continue;
-      Base::scores(k, {next_k}, own.query[i], span, own.score[0]);
+      Base::scores(k, {next_k, 0, end}, own.query[i], span, own.score[0]);
       const bool coarse = weigh_set(a, item, h, i, t0, lanes, span, w);
-      Base::values(v, {next_v}, span, own.weights[0], own.decay[0], own.sums[i]);
+      Base::values(v, {next_v, 0, end}, span, own.weights[0], own.rescale[0], own.sums[i]);
+      end = 0;
       if (!coarse) continue;
-      float decay[R];
-      std::fill(decay, decay + R, 1.0f);
-      for (int r = 0; r < R; r++) Base::prepare_rest(own.weights[0], r, span, w.factors, own.state[i][r]);
-      Base::values(v, {next_v}, span, own.weights[0], decay, own.sums[i]);
+      float rescale[R];
+      std::fill(rescale, rescale + R, 1.0f);
+      for (int r = 0; r < R; r++) Base::prepare_residual(own.weights[0], r, span, w.factors, own.state[i][r]);
+      Base::values(v, {next_v, 0, 0}, span, own.weights[0], rescale, own.sums[i]);
     }
   }
 
@@ -91,91 +94,108 @@ template <class C> struct Stream : Products<C> {
     int64_t head_stride;
     const int64_t* place;
     Span span; // of the tile
-    PAGEGEN_INLINE Rows rows(int h) const { return {cache + h * head_stride, place}; }
+    int lines; // of a row
+    PAGEGEN_INLINE Rows rows(int h) const { return {(uintptr_t)(cache + h * head_stride), place}; }
   };
   static PAGEGEN_INLINE Side keys_in(const Args& a, const Item& item, const Tile& tile, const Places& at) {
-    return {(const KV*)a.k_cache + item.head * a.k_head_stride, a.k_head_stride, at.k, tile.span};
+    return {(const KV*)a.k_cache + item.head * a.k_head_stride, a.k_head_stride, at.k, tile.span,
+            Base::lines_of(Base::D)};
   }
   static PAGEGEN_INLINE Side values_in(const Args& a, const Item& item, const Tile& tile, const Places& at) {
     if constexpr (C::shared_kv) return keys_in(a, item, tile, at);
-    return {(const KV*)a.v_cache + item.head * a.v_head_stride, a.v_head_stride, at.v, tile.span};
+    return {(const KV*)a.v_cache + item.head * a.v_head_stride, a.v_head_stride, at.v, tile.span,
+            Base::lines_of(Base::DV)};
   }
 
-  struct Asked { // rows of a side that lines are asked for of
+  struct Target { // of prefetching
     const Side& side;
     int lane, end;
+    template <class To> PAGEGEN_INLINE To of_head(int h, int begin) const {
+      return {side.rows(h), lane, end, begin, side.lines};
+    }
   };
-  // Visits one side of a tile, CHUNK lanes of all heads at a time, with the rows that are to be asked for meanwhile:
-  // those FAR lanes later, past the end those at the beginning of `then` (null: none).
+  // Visits one side of a tile, CHUNK lanes of all heads at a time, with what to prefetch meanwhile: the rows DISTANCE
+  // lanes later, past the end those at the beginning of `then` (null: none).
   template <class Visit>
   static PAGEGEN_INLINE void each_chunk(const Side& side, const Side* then, Visit visit) {
     for (int t = side.span.begin; t < side.span.end; t += CHUNK) {
-      const bool past = t + FAR >= side.span.end;
-      const Side& asked = past && then ? *then : side;
-      const int lane = past ? asked.span.begin + t + FAR - side.span.end : t + FAR;
-      visit(Span{t, t + CHUNK}, Asked{asked, lane, past && !then ? lane : std::min(lane + CHUNK, asked.span.end)});
+      const bool past = t + DISTANCE >= side.span.end;
+      const Side& target = past && then ? *then : side;
+      const int lane = past ? target.span.begin + t + DISTANCE - side.span.end : t + DISTANCE;
+      visit(Span{t, t + CHUNK}, Target{target, lane, past && !then ? lane : std::min(lane + CHUNK, target.span.end)});
     }
   }
 
-  // One tile and all KV heads of the item.
-  static void all_heads(const Args& a, const Item& item, int32_t t0, const Tile& here, const Places& place,
-                        const Tile* later, const Places& later_place, Scratch& w) {
-    const int sets = item.queries * PARTS;
-    const Side keys = keys_in(a, item, here, place), values = values_in(a, item, here, place);
-    const Side next = keys_in(a, item, later ? *later : here, later_place);
+  // Scores of all heads. `plain`: each has one set of rows, and all attend the tile, so that they can be taken in turn.
+  static PAGEGEN_INLINE void score_heads(const Item& item, const Tile& here, const Side& keys, const Side* then,
+                                         bool plain, Scratch& w) {
     const bool whole = here.live.whole();
-    bool plain = sets == 1; // all heads do the same: they can be scored in turn
-    for (int h = 0; h < item.heads; h++)
-      for (int i = 0; i < sets; i++) {
-        w.head[h].any[i] = any_attends(a, item, h, i, t0);
-        plain &= w.head[h].any[i];
-      }
-    if constexpr (AHEAD && FACTORS)
-      if (later) Base::prefetch_factors(a, later_place.factors, item.head, w.factors);
-    const Side* after = C::shared_kv ? later ? &next : nullptr : &values;
-    each_chunk(keys, after, [&](Span span, Asked asked) __attribute__((always_inline)) {
+    each_chunk(keys, then, [&](Span span, Target target) __attribute__((always_inline)) {
       const auto rows = [&](int h) __attribute__((always_inline)) {
         return whole ? keys.rows(h) : Base::live_rows(keys.rows(h), here, span, w.k_place);
       };
-      const auto ahead = [&](int h, int end) __attribute__((always_inline)) {
-        return AheadK{asked.side.rows(h), asked.lane, end, span.begin};
-      };
       if (plain) {
         Base::scores(item.heads, span, [&](int h) __attribute__((always_inline)) {
-          return typename Base::Turn{rows(h), ahead(h, asked.end), w.head[h].query[0], w.head[h].score[0]};
+          return typename Base::Turn{rows(h), target.template of_head<PrefetchK>(h, span.begin), w.head[h].query[0],
+                                     w.head[h].score[0]};
         });
         return;
       }
       for (int h = 0; h < item.heads; h++) {
         const Rows k = rows(h);
         Head& own = w.head[h];
-        for (int i = 0, end = asked.end; i < sets; i++) {
+        PrefetchK next = target.template of_head<PrefetchK>(h, span.begin);
+        for (int i = 0; i < item.queries * PARTS; i++) {
           if (!own.any[i]) continue;
-          Base::scores(k, ahead(h, end), own.query[i], span, own.score[i]);
-          end = asked.lane; // asked for once
+          Base::scores(k, next, own.query[i], span, own.score[i]);
+          next.end = 0; // once
         }
       }
     });
+  }
+
+  static PAGEGEN_INLINE void add_values(const Item& item, const Tile& here, const Side& values, const Side* then,
+                                        Scratch& w) {
+    each_chunk(values, then, [&](Span span, Target target) __attribute__((always_inline)) {
+      for (int h = 0; h < item.heads; h++) {
+        Rows v = values.rows(h);
+        if (!here.live.whole()) v = Base::live_rows(v, here, span, w.v_place);
+        Head& own = w.head[h];
+        PrefetchV next = target.template of_head<PrefetchV>(h, span.begin);
+        for (int i = 0; i < item.queries * PARTS; i++) {
+          if (!own.any[i]) continue;
+          Base::values(v, next, span, own.weights[i], own.rescale[i], own.sums[i]);
+          std::fill(own.rescale[i], own.rescale[i] + R, 1.0f);
+          next.end = 0;
+        }
+      }
+    });
+  }
+
+  // One tile and all KV heads of the item.
+  static void all_heads(const Args& a, const Item& item, int32_t t0, const Tile& here, const Places& place,
+                        const Tile* later, const Places& later_place, Scratch& w) {
+    const int sets = item.queries * PARTS;
+    bool plain = sets == 1;
+    for (int h = 0; h < item.heads; h++)
+      for (int i = 0; i < sets; i++) {
+        w.head[h].any[i] = any_attends(a, item, h, i, t0);
+        plain &= w.head[h].any[i];
+      }
+    const Side keys = keys_in(a, item, here, place), values = values_in(a, item, here, place);
+    const Side later_keys = keys_in(a, item, later ? *later : here, later_place);
+    const Side *next = later ? &later_keys : nullptr, *after_keys = &values;
+    if constexpr (C::shared_kv) after_keys = next; // the values are there with the keys
+    score_heads(item, here, keys, after_keys, plain, w);
     for (int h = 0; h < item.heads; h++) {
       if constexpr (FACTORS)
         Base::load_factors(a, here, place.factors, item.head + h, Base::lanes_of(here), here.span, w.factors);
       for (int i = 0; i < sets; i++)
         if (w.head[h].any[i]) weigh_set(a, item, h, i, t0, Base::lanes_of(here), here.span, w);
     }
-    each_chunk(values, later ? &next : nullptr, [&](Span span, Asked asked) __attribute__((always_inline)) {
-      for (int h = 0; h < item.heads; h++) {
-        Rows v = values.rows(h);
-        if (!whole) v = Base::live_rows(v, here, span, w.v_place);
-        Head& own = w.head[h];
-        for (int i = 0, end = asked.end; i < sets; i++) {
-          if (!own.any[i]) continue;
-          Base::values(v, {asked.side.rows(h), asked.lane, end, span.begin}, span, own.weights[i], own.decay[i],
-                       own.sums[i]);
-          std::fill(own.decay[i], own.decay[i] + R, 1.0f);
-          end = asked.lane;
-        }
-      }
-    });
+    if constexpr (AHEAD && FACTORS)
+      if (later) Base::prefetch_factors(a, later_place.factors, item.head, item.heads, later->span);
+    add_values(item, here, values, next, w);
   }
 
   // Finds where the tiles up to `tile` lie, those from `located` on.
@@ -183,7 +203,7 @@ template <class C> struct Stream : Products<C> {
     for (; located <= tile; located++) {
       Tile& found = w.tiles[located % RING];
       Base::locate(a, item, located * TILE, found);
-      if (found.live.any()) Base::find_places(a, found, w.factors, w.places[located % RING]);
+      if (found.live.any()) Base::find_places(a, found, w.places[located % RING]);
     }
   }
 
@@ -221,9 +241,8 @@ template <class C> struct Stream : Products<C> {
         v = C::shared_kv ? k : Base::live_rows(v, here, span, w.v_place);
       }
       if constexpr (FACTORS) {
-        // by the unit that first looks ahead to a later tile; a token's factors of all heads lie side by side
-        if (AHEAD && later_tile > tile && later_h == 0)
-          Base::prefetch_factors(a, later_place.factors, item.head, w.factors);
+        if (AHEAD && later_tile > tile && later_h == 0) // of all heads, by the unit that first looks so far ahead
+          Base::prefetch_factors(a, later_place.factors, item.head, item.heads, w.tiles[there].span);
         Base::load_factors(a, here, place.factors, item.head + h, lanes, span, w.factors);
       }
       one_tile(a, item, h, tile * TILE, lanes, span, k, v, next_k, next_v, w);
@@ -247,7 +266,8 @@ template <class C> struct Stream : Products<C> {
     for (int h = 0; h < item.heads; h++)
       for (int i = 0; i < sets; i++)
         for (int r = 0; r < R; r++)
-          Base::leave(a, item, h, i * R + r, Base::ordered(w.head[h].sums[i][r], row), w.head[h].state[i][r], partials);
+          Base::store_row(a, item, h, i * R + r, Base::ordered(w.head[h].sums[i][r], row), w.head[h].state[i][r],
+                          partials);
   }
 };
 

@@ -29,7 +29,7 @@ template <class C> struct Tiles : Plan<C> {
     live.begin = std::max(item.key_begin - t0, 0);
     live.end = std::min(item.key_end - t0, TILE);
     live.holes = false;
-    if (C::mask_mod || own_in(a, item, t0)) leave_unseen(a, item, t0, live);
+    if (C::mask_mod || own_in(a, item, t0)) drop_unseen(a, item, t0, live);
     return live;
   }
 
@@ -40,7 +40,7 @@ template <class C> struct Tiles : Plan<C> {
 
   // Takes the tokens out that the mask function and the tree keep from every row of the item. A token is tried until
   // a row attends it: for most masks the first rows settle a tile.
-  static void leave_unseen(const Args& a, const Item& item, int32_t t0, Live& live) {
+  static void drop_unseen(const Args& a, const Item& item, int32_t t0, Live& live) {
     const Captured captured{a.captures};
     const int32_t length = a.seq_lens[item.sequence], own = own_in(a, item, t0) ? item.own - t0 : TILE;
     const int step = C::mask_by_head ? 1 : item.heads * G, last = (item.head + item.heads) * G;
@@ -68,7 +68,6 @@ template <class C> struct Tiles : Plan<C> {
 
   struct Span { // of lanes; whole steps of the arithmetic
     int begin, end;
-    PAGEGEN_INLINE bool whole() const { return begin == 0 && end == TILE; }
   };
   static constexpr int STEP = 16; // a multiple of W and of the tokens that any step of the arithmetic takes
 
@@ -116,20 +115,23 @@ template <class C> struct Tiles : Plan<C> {
   };
   static constexpr Lanes kStreamed{true}, kPlain{false};
 
+  // What is read in the place of a token that nobody attends.
+  alignas(64) static constexpr KV kZeroRow[std::max(D, DV)] = {};
+
   // What dequantises the tokens of a tile, by lane: value = (stored - zero) * scale.
   struct Factors {
     alignas(64) float k_scale[TOKEN_SCALES ? TILE : 1], v_scale[TOKEN_SCALES ? TILE : 1];
     alignas(64) float k_zero[ZEROS ? TILE : 1], v_zero[ZEROS ? TILE : 1];
   };
 
-  template <class Visit> static PAGEGEN_INLINE void each_factor(const Args& a, Factors& f, Visit visit) {
+  template <class Visit> static PAGEGEN_INLINE void each_factor(const Args& a, Visit visit) {
     if constexpr (TOKEN_SCALES) {
-      visit(0, a.k_scale, f.k_scale);
-      visit(1, C::shared_kv ? a.k_scale : a.v_scale, f.v_scale);
+      visit(0, a.k_scale, &Factors::k_scale);
+      visit(1, C::shared_kv ? a.k_scale : a.v_scale, &Factors::v_scale);
     }
     if constexpr (ZEROS) {
-      visit(2, a.k_zero, f.k_zero);
-      visit(3, C::shared_kv ? a.k_zero : a.v_zero, f.v_zero);
+      visit(2, a.k_zero, &Factors::k_zero);
+      visit(3, C::shared_kv ? a.k_zero : a.v_zero, &Factors::v_zero);
     }
   }
 
@@ -137,8 +139,8 @@ template <class C> struct Tiles : Plan<C> {
   struct FactorPlaces {
     int64_t place[FACTORS ? 4 : 1][FACTORS ? TILE : 1];
   };
-  static void find_factors(const Args& a, const Tile& tile, const Lanes& lanes, Factors& f, FactorPlaces& to) {
-    each_factor(a, f, [&](int n, const pagegen_factors& from, float*) __attribute__((always_inline)) {
+  static void find_factors(const Args& a, const Tile& tile, const Lanes& lanes, FactorPlaces& to) {
+    each_factor(a, [&](int n, const pagegen_factors& from, auto) __attribute__((always_inline)) {
       for (int i = 0; i < RUNS; i++)
         for (int j = 0; j < RUN; j++)
           to.place[n][lanes.lane[i * RUN + j]] =
@@ -149,17 +151,20 @@ template <class C> struct Tiles : Plan<C> {
   static void load_factors(const Args& a, const Tile& tile, const FactorPlaces& places, int head, const Lanes& lanes,
                            Span span, Factors& f) {
     const bool whole = tile.live.whole();
-    each_factor(a, f, [&](int n, const pagegen_factors& from, float* to) __attribute__((always_inline)) {
+    each_factor(a, [&](int n, const pagegen_factors& from, auto own) __attribute__((always_inline)) {
       const float* first = from.data + head * from.head_stride;
+      float* to = f.*own;
       for (int lane = span.begin; lane < span.end; lane++)
         to[lane] = whole || tile.live(lanes.token[lane]) ? first[places.place[n][lane]] : 0.0f;
     });
   }
 
-  static void prefetch_factors(const Args& a, const FactorPlaces& places, int head, Factors& f) {
-    each_factor(a, f, [&](int n, const pagegen_factors& from, float*) __attribute__((always_inline)) {
-      for (int lane = 0; lane < TILE; lane++)
-        prefetch_line(from.data + head * from.head_stride + places.place[n][lane]);
+  // Those of some lanes and heads. Where a token's heads lie side by side, a line holds 16.
+  static void prefetch_factors(const Args& a, const FactorPlaces& places, int head, int heads, Span span) {
+    each_factor(a, [&](int n, const pagegen_factors& from, auto) __attribute__((always_inline)) {
+      for (int h = head; h < head + heads; h += 16)
+        for (int lane = span.begin; lane < span.end; lane++)
+          prefetch_line(from.data + h * from.head_stride + places.place[n][lane]);
     });
   }
 

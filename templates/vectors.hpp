@@ -68,9 +68,9 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 // g++ 12 turns a 32-byte memcpy under AVX2 into two 16-byte moves through the stack (8 times slower): load
 // through types that may stand at any address instead.
-typedef float vf_any __attribute__((vector_size(4 * W), aligned(4), may_alias));
-typedef int32_t vi_any __attribute__((vector_size(4 * W), aligned(4), may_alias));
-typedef uint16_t vh_any __attribute__((vector_size(2 * W), aligned(2), may_alias));
+typedef float vf_any __attribute__((vector_size(4 * W), aligned(1), may_alias));
+typedef int32_t vi_any __attribute__((vector_size(4 * W), aligned(1), may_alias));
+typedef uint16_t vh_any __attribute__((vector_size(2 * W), aligned(1), may_alias));
 
 #define PAGEGEN_INLINE inline __attribute__((always_inline))
 

@@ -8,13 +8,12 @@ namespace {
 
 template <class C> struct Words : TileRows<C> {
   using Base = TileRows<C>;
-  using typename Base::AheadK, typename Base::AheadV, typename Base::Args, typename Base::Factors, typename Base::KV;
-  using typename Base::M, typename Base::Rows, typename Base::Span, typename Base::State, typename Base::VWord;
+  using typename Base::Args, typename Base::Factors, typename Base::KV, typename Base::M, typename Base::PrefetchK;
+  using typename Base::PrefetchV, typename Base::Rows, typename Base::Span, typename Base::State, typename Base::VWord;
   using typename Base::Word;
   using Base::D, Base::DV, Base::OUT, Base::R, Base::SUMS, Base::TILE, Base::TOKENS, Base::VECTORS, Base::KEY_FULL;
   using Base::KEY_LANES, Base::KEY_TAIL, Base::VALUE_LANES, Base::VALUE_TAIL;
   using Weight = typename Base::Weight;
-
 
   struct Query { // R rows of one query
     alignas(64) Word word[R][Base::KEY_WORDS];
@@ -27,11 +26,11 @@ template <class C> struct Words : TileRows<C> {
 
   struct Turn { // keys of one head, and what meets them
     Rows k;
-    AheadK next;
+    PrefetchK next;
     const Query& q;
     float (*score)[TILE];
   };
-  static void scores(const Rows& k, AheadK next, const Query& q, Span span, float (*score)[TILE]) {
+  static void scores(const Rows& k, PrefetchK next, const Query& q, Span span, float (*score)[TILE]) {
     scores(1, span, [&](int) __attribute__((always_inline)) { return Turn{k, next, q, score}; });
   }
   // Several in turn. Adding up across lanes is a long chain: it is done for the tokens before, another head's perhaps,
@@ -40,21 +39,23 @@ template <class C> struct Words : TileRows<C> {
   template <class At> static void scores(int turns, Span span, At at) {
     constexpr int AT_ONCE = M::key_vectors, MANY = KEY_FULL / AT_ONCE * AT_ONCE;
     constexpr int STEPS = MANY / AT_ONCE + (MANY < KEY_FULL) + (KEY_TAIL > 0);
-    constexpr int PARTS = STEPS <= 8 ? STEPS : 1; // in which lines are asked for; many short steps are a loop
+    // Places of a step at which lines are prefetched. A row of more than 8 short vectors (Arm's) is a loop that stays one.
+    constexpr int PLACES = STEPS <= 8 ? STEPS : 1;
     vf held[SUMS]; // of the tokens before, from `held_from` on
     int held_from = span.begin;
-    auto held_score = at(0).score;
+    float(*held_score)[TILE] = nullptr;
 #pragma GCC unroll 16
     for (int i = 0; i < SUMS; i++) held[i] = vf{};
     for (int n = 0; n < turns; n++) {
       const Turn turn = at(n);
+      if (n == 0) held_score = turn.score; // zeros, which the first step's sums replace
       for (int t = span.begin; t < span.end; t += TOKENS) {
         const KV* row[TOKENS];
         vf sum[SUMS] = {};
 #pragma GCC unroll 16
         for (int j = 0; j < TOKENS; j++) row[j] = turn.k.row(t + j);
-        const auto add = [&]<int VECTORS>(auto loader, int vector, int part) __attribute__((always_inline)) {
-          if (PARTS > 1 || part == 0) turn.next.template ask<TOKENS, 1, PARTS>(t, 0, part);
+        const auto add = [&]<int VECTORS>(auto loader, int vector, int place) __attribute__((always_inline)) {
+          if (PLACES > 1 || place == 0) turn.next.template issue<TOKENS, 1, PLACES>(t, 0, place);
           VWord key[TOKENS][VECTORS];
 #pragma GCC unroll 16
           for (int j = 0; j < TOKENS; j++) loader(Base::at(row[j], vector * KEY_LANES), key[j]);
@@ -70,7 +71,7 @@ template <class C> struct Words : TileRows<C> {
         };
         const auto load = [](const KV* p, VWord* out) __attribute__((always_inline)) { M::load_keys(p, out); };
         if constexpr (MANY > 0) add.template operator()<AT_ONCE>(load, 0, 0);
-        leave_sums(held, held_from, held_score);
+        store_sums(held, held_from, held_score);
 #pragma GCC unroll 4
         for (int i = AT_ONCE; i < MANY; i += AT_ONCE) add.template operator()<AT_ONCE>(load, i, i / AT_ONCE);
         if constexpr (MANY < KEY_FULL)
@@ -85,10 +86,10 @@ template <class C> struct Words : TileRows<C> {
         held_from = t;
       }
     }
-    leave_sums(held, held_from, held_score);
+    store_sums(held, held_from, held_score);
   }
 
-  static PAGEGEN_INLINE void leave_sums(const vf* sum, int t, float (*score)[TILE]) {
+  static PAGEGEN_INLINE void store_sums(const vf* sum, int t, float (*score)[TILE]) {
     alignas(64) float all[SUMS];
 #pragma GCC unroll 8
     for (int i = 0; i < SUMS; i += W) store(all + i, sum_each(sum + i));
@@ -100,9 +101,9 @@ template <class C> struct Words : TileRows<C> {
     alignas(64) Weight weight[R][TILE];
   };
   static PAGEGEN_INLINE Weight* weights_of(Weights& w, int r) { return w.weight[r]; }
-  // Weights are what softmax left; there is no rest. See Bytes.
+  // Weights are what softmax left; there is no residual. See Bytes.
   static PAGEGEN_INLINE bool prepare(Weights&, int, Span, const Factors&, State&) { return false; }
-  static PAGEGEN_INLINE void prepare_rest(Weights&, int, Span, const Factors&, State&) {}
+  static PAGEGEN_INLINE void prepare_residual(Weights&, int, Span, const Factors&, State&) {}
 
   // A row of V meets several rows of q at once: with few, it is taken whole in one pass of many columns; with many, it
   // is loaded once, column part by column part, which pays where it is converted or strewn over the sets of the L1.
@@ -117,8 +118,8 @@ template <class C> struct Words : TileRows<C> {
 
   // Sums of rows r0 .. r0 + ROWS over COLUMNS accumulator vectors from column c0 on, kept in registers.
   template <int ROWS, int COLUMNS>
-  static PAGEGEN_INLINE void block(const Rows& v, const AheadV& next, Span span, int pass, int r0, int c0,
-                                   const Weights& weights, const float* decay, float (*sums)[OUT]) {
+  static PAGEGEN_INLINE void block(const Rows& v, const PrefetchV& next, Span span, int pass, int r0, int c0,
+                                   const Weights& weights, const float* rescale, float (*sums)[OUT]) {
     vf sum[ROWS][COLUMNS];
 #pragma GCC unroll 24
     for (int r = 0; r < ROWS; r++)
@@ -137,7 +138,8 @@ template <class C> struct Words : TileRows<C> {
       }
 #pragma GCC unroll 24
       for (int c = 0; c < COLUMNS; c += M::value_vectors) {
-        next.template ask<M::step, BLOCKS, COLUMNS / M::value_vectors>(t, pass, c / M::value_vectors);
+        next.template issue<M::step, BLOCKS, COLUMNS / M::value_vectors, COLUMN_PART / M::value_vectors>(
+            t, pass, c / M::value_vectors);
         VWord value[M::value_vectors];
         const int column = c0 + c * W;
         if (VALUE_TAIL == 0 || column + VALUE_LANES <= DV) Base::template load_values<VALUE_LANES>(row, column, value);
@@ -153,26 +155,26 @@ template <class C> struct Words : TileRows<C> {
 #pragma GCC unroll 24
       for (int c = 0; c < COLUMNS; c++) {
         float* to = &sums[r0 + r][c0 + c * W];
-        store(to, fma(load(to), splat(decay[r0 + r]), sum[r][c])); // older sums last: fewer roundings of large numbers
+        store(to, fma(load(to), splat(rescale[r0 + r]), sum[r][c])); // older sums last: fewer roundings of large numbers
       }
   }
 
   template <int COLUMNS>
-  static void column(const Rows& v, const AheadV& next, Span span, int pass, int c0, const Weights& weights,
-                     const float* decay, float (*sums)[OUT]) {
+  static void column(const Rows& v, const PrefetchV& next, Span span, int pass, int c0, const Weights& weights,
+                     const float* rescale, float (*sums)[OUT]) {
     for (int r = 0; r + ROW_PART <= R; r += ROW_PART)
-      block<ROW_PART, COLUMNS>(v, next, span, pass++, r, c0, weights, decay, sums);
-    if constexpr (ROW_REST > 0) block<ROW_REST, COLUMNS>(v, next, span, pass, R - ROW_REST, c0, weights, decay, sums);
+      block<ROW_PART, COLUMNS>(v, next, span, pass++, r, c0, weights, rescale, sums);
+    if constexpr (ROW_REST > 0) block<ROW_REST, COLUMNS>(v, next, span, pass, R - ROW_REST, c0, weights, rescale, sums);
   }
 
-  // sums = sums * decay + the tile's
-  static void values(const Rows& v, AheadV next, Span span, const Weights& weights, const float* decay,
+  // sums = sums * rescale + the tile's
+  static void values(const Rows& v, PrefetchV next, Span span, const Weights& weights, const float* rescale,
                      float (*sums)[OUT]) {
     constexpr int ROW_PARTS = ceil_div(R, ROW_PART), MANY = VECTORS / COLUMN_PART;
     for (int i = 0; i < MANY; i++)
-      column<COLUMN_PART>(v, next, span, i * ROW_PARTS, i * COLUMN_PART * W, weights, decay, sums);
+      column<COLUMN_PART>(v, next, span, i * ROW_PARTS, i * COLUMN_PART * W, weights, rescale, sums);
     if constexpr (COLUMN_REST > 0)
-      column<COLUMN_REST>(v, next, span, MANY * ROW_PARTS, MANY * COLUMN_PART * W, weights, decay, sums);
+      column<COLUMN_REST>(v, next, span, MANY * ROW_PARTS, MANY * COLUMN_PART * W, weights, rescale, sums);
   }
 
   static constexpr int WIDTH = OUT; // of a row of sums

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
+
 from pagegen import costs
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, TritonVariant, Variant
-from pagegen.spec.variant import ACCUMULATES, PAGE_WALKS, SCHEDULES
+from pagegen.spec.dtypes import INT4
+from pagegen.spec.variant import ACCUMULATES, PAGE_WALKS, SCHEDULES, all_heads
 
 # Ordered values move one step at a time; the unordered `page_walk` may change to any other.
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -38,7 +41,6 @@ WARP_SPECIALIZED = {
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "cpp": (
         {"read_order": "head"},
-        {"read_order": "token", "heads_together": 8, "rows_together": 4, "prefetch_ahead": 1},
         *({"rows_together": rows} for rows in (2, 4, 8)),
         *({"prefetch_hint": hint} for hint in ("l1", "l2")),
         *({"num_splits": splits} for splits in (0, 4)),
@@ -184,9 +186,20 @@ def space_around(
 ) -> Space:  # fmt: skip
     """The space that `pagegen.costs.legal` allows on `device`; the rest is the space's own."""
     ways = list(WAYS[start.family])
-    if start.family == "cpp" and spec.num_kv_heads > 8:  # with fewer, what 8 together does
-        ways.append({"heads_together": 32})
+    if start.family == "cpp":
+        heads = all_heads(spec.num_kv_heads)
+        ways.append({"heads_together": heads})
+        if not _multiplies_bytes(spec, device):
+            ways.append({"read_order": "token", "heads_together": heads, "rows_together": 4, "prefetch_ahead": 1})
     if start.family == "triton" and device.target.is_gpu:
         equal = {"num_splits": 1, "split_tokens": 0, "reduce": "kernel"}
         ways += [{"programs": 0}, *({"programs": n * device.units, **equal} for n in SHARES)]
     return Space(start, lambda v: costs.legal(spec, layout, v, device), ways, prior=prior, seeds=seeds)
+
+
+def _multiplies_bytes(spec: AttentionSpec, device: Device) -> bool:
+    """Whether the C++ kernel multiplies what is stored as bytes, which it does by head whatever `read_order` says: see
+    `BYTES` in templates/rows.hpp."""
+    instructions = "avx512_vnni" in device.features
+    dtypes = spec.kv_dtype in (torch.int8, INT4) and spec.q_dtype != torch.float32
+    return instructions and dtypes and spec.head_dim % 16 == 0 and spec.head_dim <= 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Target, TritonVariant, Variant
-from pagegen.spec.variant import cheapest_walk, fewest_columns, next_power_of_two, pieces
+from pagegen.spec.variant import all_heads, cheapest_walk, fewest_columns, next_power_of_two, pieces
 
 TILE_KVS = (32, 64, 128)
 NUM_SPLITS = (1, 2, 4, 8, 16, 32)
@@ -19,8 +19,9 @@ def candidates(spec: AttentionSpec, layout: CacheLayout, target: Target, *, deco
     """Variants worth a prediction for decode, or for batches with longer queries, smaller ones first; whether each is
     legal is for `legal` to say. Decode takes no more rows than the group needs, and longer queries no splits."""
     if target.family == "cpp":
+        heads = all_heads(spec.num_kv_heads) if layout.order == "NHD" else 8
         return tuple(
-            CppVariant(tile_kv=tile_kv, streams=8, heads_together=8, prefetch_ahead=1, split_tokens=split_tokens)
+            CppVariant(tile_kv=tile_kv, streams=8, heads_together=heads, prefetch_ahead=1, split_tokens=split_tokens)
             for tile_kv in ((32, 128) if decode else (64, 256))
             for split_tokens in (512, 2048, 8192)
         )

@@ -161,6 +161,12 @@ class TritonVariant(Variant):
         return self.num_splits > 1 or self.split_tokens > 0
 
 
+def all_heads(num_kv_heads: int) -> int:
+    """`heads_together` for all KV heads of a token, 32 at most; 8 where there are no more, whatever their number, so
+    that one variant serves them all."""
+    return 8 if num_kv_heads <= 8 else 32
+
+
 @dataclass(frozen=True, kw_only=True)
 class CppVariant(Variant):
     """A C++ kernel for CPUs.
@@ -168,12 +174,13 @@ class CppVariant(Variant):
     `tile_kv`: keys scored at once. `streams`: places in the tile read side by side, so that more memory requests are
     in flight. `heads_together`: KV heads that one work item reads in turn, at most. `read_order`: in which order, a
     tile of one "head" after the other, or by "token": a few tokens of all heads at a time, as memory lies in NHD
-    order. `prefetch_ahead`: how far ahead lines are asked for, in tiles of one head, or by token in steps of 8 tokens
-    (of `streams`, where those are more); 0: never. `prefetch_hint`: into which cache. `rows_together`: rows of q that
-    a row of V of 16 or 32 bits meets at once, at most. `split_tokens`: keys one work item covers; longer sequences
-    are divided and merged. `num_splits`, where not 0: so many items a sequence instead. `schedule`: a thread takes
-    the next item left ("dynamic"), or a run of items of equal work ("balanced"). `accumulate`: by "dot" products of
-    16 or 8 bits where the CPU has them for the dtypes, or in "float32" throughout.
+    order. `prefetch_ahead`: how far ahead lines are prefetched, in tiles of one head, or by token in steps of 8 tokens
+    (of `streams`, or of the tokens that a vector of scores holds, where those are more); 0: never. `prefetch_hint`:
+    into which cache. `rows_together`: rows of q that a row of V of 16 or 32 bits meets at once, at most.
+    `split_tokens`: keys one work item covers; longer sequences are divided and merged. `num_splits`, where not 0: so
+    many items a sequence instead. `schedule`: a thread takes the next item left ("dynamic"), or a run of items of
+    equal work ("balanced"). `accumulate`: by "dot" products of 16 or 8 bits where the CPU has them for the dtypes, or
+    in "float32" throughout.
     """
 
     family: ClassVar[str] = "cpp"

@@ -14,6 +14,7 @@ from pagegen.codegen import cpp, traced
 from pagegen.modifiers.closures import MAX_RANK
 from pagegen.spec import AttentionSpec, CacheLayout, CppVariant
 from pagegen.spec.dtypes import INT4, bytes_per_element
+from pagegen.spec.variant import all_heads
 from pagegen.targets import artefacts, cpp_build
 from pagegen.targets.call import AttentionCall, AttentionKernel
 from pagegen.targets.errors import CompileError
@@ -157,32 +158,32 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -> CppVariant:
-    """A variant that serves every batch, and is usually good for decode, or for longer queries."""
-    # Zen 4. Long queries: 75 % of the bf16 peak, with 64 tokens 71 %. Decode: 128 tokens in 8 streams and heads in
-    # turn reach 1.2 times the bandwidth of 64 in 4 by one head; int4, which arithmetic bounds, is 1.03 to 1.08 times as
-    # fast with 256. Groups of more than 4 are bound by arithmetic, so a row of V is loaded once (1.05 times as fast,
-    # head dim 256 1.1, MLA 1.15; but a group of 4 is at 0.93 and float32 at 0.97: memory waits). In NHD order a head's
-    # rows are strewn: read by tokens it is 1.3 times as fast, the same for every block size; there too a row of V is
-    # loaded once (1.0 to 1.08). An item then takes fewer tokens, so that it can have all heads: one sequence of 4096
-    # tokens is 1.25 times as fast with 512, and 32 KV heads are 1.02 to 1.42 times as fast together as 8 at a time. By
-    # heads are faster: rows of 128 bytes and less, in tiles of 64 (1.25 times with 8 KV heads, 1.45 with 2), and large
-    # groups in bf16, whose sums leave the L1 by token (1.1 to 1.3). What must be converted wants a head's whole
-    # tiles; int8, which is multiplied as it is, 8 streams of them (1.01 to 1.36 times as fast as 4, 0.88 for one
-    # sequence of 512 tokens).
-    if not decode:
+    """A variant that serves every batch, and is usually good where each sequence has one query (`decode`), or many.
+
+    Chosen on a Zen 4 CPU, 2 threads; each ratio below is of speeds there."""
+    if not decode:  # 0.84 of the multiply-add peak; tiles of 64 tokens are at 0.95 of that
         return CppVariant(tile_kv=256, streams=8, heads_together=8)
+    # Groups of more than 4 are bound by arithmetic: a row of V is loaded once for them all, 1.05 (MLA 1.15). A group of
+    # 4 would be at 0.93 and float32 at 0.97, since memory waits.
     many = spec.group > 4 and spec.kv_dtype != torch.float32
     rows = 8 if many else 2
     if layout.order == "HND" or spec.num_kv_heads == 1:
+        # 8 streams of 128 tokens, heads in turn: 1.2 over 4 of 64 by one head. int4, which waits less: 1.03 to 1.08
         tile_kv = 256 if spec.kv_dtype == INT4 else 128
         return CppVariant(tile_kv=tile_kv, streams=8, heads_together=8, rows_together=rows)
-    heads = 8 if spec.num_kv_heads <= 8 else 32
+    heads = all_heads(spec.num_kv_heads)  # 32 KV heads together: 1.1 to 1.5 over 8 at a time
     if spec.kv_dtype in (torch.bfloat16, torch.float32):
+        # By head are faster: rows of 128 bytes and less (1.25 with 8 KV heads, 1.45 with 2), and large groups, whose
+        # sums would leave the L1 by token (1.1 to 1.3).
         if many or spec.head_dim * spec.kv_dtype.itemsize <= 128:
             return CppVariant(tile_kv=64, streams=8, heads_together=heads, rows_together=rows, prefetch_ahead=2)
+        # A head's rows are strewn: by token 1.3. An item takes fewer tokens, so that it can have all heads: one
+        # sequence of 4096 tokens 1.25 over 2048 an item. A row of V is loaded once here as well, 1.0 to 1.08.
         return CppVariant(
             tile_kv=128, streams=8, heads_together=heads, rows_together=4, read_order="token", split_tokens=512
         )
+    # What must be converted wants a head's whole tiles. int8 is multiplied as it is: 8 streams are 1.01 to 1.36 over 4
+    # (0.88 for one sequence of 512 tokens).
     streams = 8 if spec.kv_dtype == torch.int8 else 4
     return CppVariant(tile_kv=128, streams=streams, heads_together=heads, rows_together=rows, prefetch_ahead=2)
 

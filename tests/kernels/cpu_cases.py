@@ -20,6 +20,8 @@ from pagegen.targets.call import AttentionKernel
 
 SHORT = CppVariant(tile_kv=16, streams=2, prefetch_ahead=4, split_tokens=64)
 LONG = CppVariant(tile_kv=64, streams=4, prefetch_ahead=1, split_tokens=128)
+# as the defaults read caches in NHD order: a few tokens of several heads at a time
+TOKENS = CppVariant(tile_kv=32, streams=4, heads_together=3, rows_together=4, read_order="token", split_tokens=64)
 DECODE = [(0, 1), (1, 1), (37, 1), (300, 1), (64, 1), (129, 1)]
 RAGGED = [(70, 70), (0, 0), (33, 1), (200, 17), (5, 5), (310, 2), (129, 64)]
 HASWELL = ("-march=haswell",)

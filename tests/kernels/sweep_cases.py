@@ -194,7 +194,7 @@ def _cpp_variant(random: Random) -> CppVariant:
         streams=random.choice([1, 2, 4, 4, 8, 16]),
         prefetch_ahead=random.choice([0, 1, 2, 4, 8]),
         split_tokens=tile_kv * random.choice([1, 2, 3, 5, 32]),
-        heads_together=random.choice([1, 2, 3, 8]),
+        heads_together=random.choice([1, 2, 3, 8, 32]),
         rows_together=random.choice([1, 2, 4, 8]),
         num_splits=random.choice([0, 0, 1, 2, 5]),
         schedule=random.choice(["dynamic", "balanced"]),

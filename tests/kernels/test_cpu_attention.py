@@ -20,6 +20,7 @@ from cpu_cases import (
     PORTABLE,
     RAGGED,
     SHORT,
+    TOKENS,
     Case,
     check,
     prebuild,
@@ -77,6 +78,11 @@ CASES = [
     Case("all-streams", 4, 64, 8, variant=CppVariant(tile_kv=16, streams=16, prefetch_ahead=8, split_tokens=16)),
     Case("big-tile", 4, 64, 16, "HND", nightly=True,
          variant=CppVariant(tile_kv=256, streams=1, prefetch_ahead=0, split_tokens=256)),
+    # a few tokens of several heads at a time
+    Case("tokens", 4, 80, 16, variant=TOKENS, kv_heads=5),
+    Case("tokens-window", 3, 64, 24, "pool", "float32", variant=TOKENS, fields={"window": 50, "sinks": True}),
+    Case("tokens-33-heads", 2, 32, 8, variant=replace(TOKENS, heads_together=32), kv_heads=33),
+    Case("tokens-wider-values", 4, 64, 16, variant=TOKENS, kv_heads=3, fields={"v_head_dim": 128}),
     # features
     Case("window-1", 4, 64, 16, dtype="float32", fields={"window": 1}),
     Case("window-100", 3, 64, 24, variant=SHORT, fields={"window": 100}),
@@ -261,7 +267,7 @@ def run_at_end_of_memory(name: str) -> None:
 
 
 def test_nothing_past_the_end_of_a_tensor_is_read_or_written() -> None:
-    names = ("smollm", "odd-head", "tiny-head", "group-48", "fp32-block-1", "avx2-fp16", "portable-fp16")
+    names = ("smollm", "odd-head", "tiny-head", "group-48", "tokens", "fp32-block-1", "avx2-fp16", "portable-fp16")
     here = Path(__file__)
     code = f"import test_cpu_attention as t; [t.run_at_end_of_memory(name) for name in {names}]"
     paths = os.pathsep.join([str(here.parent), str(here.parents[2])])
@@ -283,7 +289,7 @@ def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-@pytest.mark.parametrize("name", ["llama", "fp32-block-1"])
+@pytest.mark.parametrize("name", ["llama", "tokens", "fp32-block-1"])
 def test_a_cache_may_lie_at_any_address(name: str) -> None:
     """What a partial tile lacks is read as zeros, whose distance from the cache is no whole number of elements then."""
     case = BY_NAME[name]

@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 import torch
 from batches import Batch
-from cpu_cases import SHORT, Case, prebuild, run, same_bits
+from cpu_cases import SHORT, TOKENS, Case, prebuild, run, same_bits
 from torch import Tensor
 
 QUANTISED: dict[str, Any] = {"kv_scale_granularity": "token_head"}
 EXACT = [
     Case("bf16", 4, 128, 16),
     Case("bf16-splits", 4, 64, 16, variant=SHORT),
+    Case("bf16-tokens", 4, 80, 16, variant=TOKENS, kv_heads=5),
     Case("fp16", 4, 128, 16, "HND", "float16"),
     Case("fp32", 3, 64, 16, dtype="float32"),
     Case("fp32-panel", 16, 128, 24, "HND", "float32"),
 ]
 INVARIANT = [
     Case("plain", 4, 128, 16, variant=SHORT, kv_heads=3),
+    Case("tokens", 4, 80, 16, variant=TOKENS, kv_heads=5),
     Case("panel", 16, 96, 24, "HND"),
     Case("features", 4, 64, 16, fields={"window": 90, "logit_softcap": 20.0, "alibi": True, "sinks": True}),
     Case("both-ways", 4, 64, 16, "HND", fields={"causal": False}),

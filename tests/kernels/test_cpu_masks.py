@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import Range, compare
-from cpu_cases import DECODE, HASWELL, LONG, PORTABLE, RAGGED, SHORT, Case, check, prebuild, run, same_bits
+from cpu_cases import DECODE, HASWELL, LONG, PORTABLE, RAGGED, SHORT, TOKENS, Case, check, prebuild, run, same_bits
 
 from pagegen import modifiers, targets
 from pagegen.codegen import cpp_modifiers, traced
@@ -112,6 +112,7 @@ CASES = [
     Case("scattered", 4, 64, 16, fields=mask(scattered)),
     Case("scattered-panel", 12, 64, 16, "pool", variant=SHORT, fields=mask(scattered, causal=False)),
     Case("by-head", 4, 64, 16, "HND", variant=SHORT, fields=mask(by_head)),
+    Case("by-head-tokens", 4, 64, 16, variant=TOKENS, kv_heads=5, fields=mask(by_head)),
     Case("by-head-e4m3", 4, 64, 16, fields=mask(by_head, **QUANTISED), nightly=True),
     Case("some-sequences", 2, 64, 16, dtype="float32", fields=mask(some_sequences, sinks=True)),
     Case("score", 4, 64, 16, fields=score(bent)),
@@ -140,6 +141,7 @@ MODDED = [
 TREE_CASES = [
     Case("tree", 4, 64, 16, variant=SHORT),
     Case("tree-one-split", 1, 128, 16, "HND", kv_heads=3, nightly=True),
+    Case("tree-tokens", 4, 64, 16, variant=TOKENS, kv_heads=5),
     Case("tree-panel", 16, 64, 24, "pool", dtype="float16"),
     Case("tree-window", 2, 64, 16, dtype="float32", fields={"window": 12, "sinks": True}),
     Case("tree-both-ways", 4, 64, 16, dtype="float32", fields={"causal": False}, nightly=True),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from pagegen_autotune.search import STRATEGIES, coordinate, exhaustive
 from pagegen_autotune.space import AXES, Space, resources, space_around
 
 from pagegen import costs
-from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, TritonVariant
+from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Device, Target, TritonVariant
 
 CPP = CppVariant()
 TRITON = TritonVariant()
@@ -147,3 +150,27 @@ def test_a_gpu_space_obeys_the_cost_models_legality():
     near = space.neighbours(start)
     assert near and not any(costs.legal(spec, layout, v, device) for v in near)
     assert any("tile_in_page" in reason for reasons in space.rejected.values() for reason in reasons)
+
+
+def test_all_heads_of_a_token_are_tried_together_and_reading_by_token_where_it_is_another_kernel():
+    layout = CacheLayout(block_size=16, order="NHD")
+    device = Device(target=Target("cpu"), name="a CPU", features=("avx512_vnni",))
+    quantised = {"kv_dtype": torch.int8, "kv_scale_granularity": "head"}
+    spec = AttentionSpec(num_q_heads=32, num_kv_heads=32, head_dim=128, **quantised)
+
+    def near(spec, device):
+        return space_around(CPP, spec, layout, device).neighbours(CPP)
+
+    assert {v.heads_together for v in near(spec, device)} >= {32}
+    assert {v.heads_together for v in near(spec.replace(num_kv_heads=8), device)} <= {1, 2, 8}
+    by_token = {
+        (dtype, features): any(
+            v.read_order == "token" for v in near(spec.replace(kv_dtype=dtype), replace(device, features=features))
+        )
+        for dtype in (torch.int8, torch.float8_e4m3fn)
+        for features in (("avx512_vnni",), ())
+    }
+    assert by_token == {
+        (torch.int8, ("avx512_vnni",)): False, (torch.int8, ()): True,
+        (torch.float8_e4m3fn, ("avx512_vnni",)): True, (torch.float8_e4m3fn, ()): True,
+    }  # fmt: skip

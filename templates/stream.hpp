@@ -69,7 +69,7 @@ template <class C> struct Stream : Products<C> {
   }
 
   // One tile and one KV head: every query of the item meets it. The next one is prefetched by the first set of
-  // rows that attends, or where a query is one set by each query.
+  // rows that attends, or where a query is one set, by each query.
   static void one_tile(const Args& a, const Item& item, int h, int32_t t0, const Lanes& lanes, Span span, const Rows& k,
                        const Rows& v, const Rows& next_k, const Rows& next_v, Scratch& w) {
     Head& own = w.head[h];

@@ -90,12 +90,13 @@ def build(
 
 def head_here() -> artefacts.Head:
     """What kernels that are compiled here are made by, and for. Raises CompileError where no compiler works."""
+    compiler = cpp_build.find_compiler()
     return artefacts.Head(
         pagegen=__version__,
         machine=platform.machine(),
         code_hash=cpp.template_hash(),
-        compiler=cpp_build.find_compiler().version,
-        flags=(*cpp_build.FLAGS, *cpp_build.NATIVE),
+        compiler=compiler.version,
+        flags=(*compiler.flags, *cpp_build.NATIVE),
         cpu_features=cpu_features.instructions(),
     )
 

@@ -184,7 +184,8 @@ def _compiled(text: str, machine: tuple[str, ...]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="pagegen-sweep-") as folder:
         source, library = Path(folder, "raw.cpp"), Path(folder, "raw.so")
         source.write_text(text)
-        command = [*cpp_build.find_compiler().command, *cpp_build.FLAGS, *machine, f"-I{paths.data('templates')}"]
+        compiler = cpp_build.find_compiler()
+        command = [*compiler.command, *compiler.flags, *machine, f"-I{paths.data('templates')}"]
         subprocess.run([*command, "-o", str(library), str(source)], check=True, capture_output=True)
         return ctypes.CDLL(str(library))
 

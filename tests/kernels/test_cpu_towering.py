@@ -78,6 +78,32 @@ def test_small_weights_beside_an_attention_sink_without_a_value_keep_their_digit
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("every", [4, 9, 32])
+@pytest.mark.parametrize("gap", [6.0, 8.0, 10.0, 12.0])
+def test_so_do_small_weights_beside_several(kv_dtype: str, every: int, gap: float) -> None:
+    largest = LARGEST[kv_dtype]
+    torch.manual_seed(0)
+    q = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
+    q[..., 0] = 1
+    k = torch.zeros(8, 16, 2, 128)
+    k.view(128, 2, 128)[::every, :, 0] = largest
+    v = torch.randint(-largest, largest + 1, k.shape)
+    v.view(128, 2, 128)[::every] = 0
+    assert relative_error(q, k, v, kv_dtype, k_scale=torch.tensor(gap / largest)) < 0.01
+
+
+@pytest.mark.parametrize("zeros_scale", [1e2, 1e3, 1e4, 1e5])
+def test_rows_of_zeros_with_a_scale_of_their_own_cost_the_others_no_digits(zeros_scale: float) -> None:
+    torch.manual_seed(0)
+    v = torch.randint(-127, 128, (8, 16, 1, 128))
+    v_scale = torch.ones(8, 16, 1)
+    v.view(128, 128)[::8], v_scale.view(128)[::8] = 0, zeros_scale
+    options = {"k_scale": torch.ones(8, 16, 1), "v_scale": v_scale}
+    q = torch.randn(1, 4, 128).bfloat16()
+    assert relative_error(q, torch.zeros(8, 16, 1, 128), v, "int8", **options) < 0.01
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("q_dtype", QUERIES)
 @pytest.mark.parametrize("outlier", [300.0, 30000.0])
 def test_channels_of_q_beside_a_towering_one_keep_their_digits(

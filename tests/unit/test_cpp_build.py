@@ -168,7 +168,7 @@ def test_compile_error_carries_the_first_error_in_one_line(cache: Path) -> None:
 
 
 def test_a_compiler_that_is_too_old_or_has_no_openmp_is_named_with_what_to_install() -> None:
-    old = cpp_build.Compiler(("c++",), "c++ 9.9")
+    old = cpp_build.Compiler(("c++",), "c++ 9.9", gnu=True)
     said = cpp_build.explained("c++: error: unrecognized command line option '-std=c++20'", old)
     assert "'-std=c++20': c++ 9.9 knows no C++20: install a C++20 compiler" in said
     said = cpp_build.explained("kernel.cpp:3:10: fatal error: omp.h: No such file or directory", old)

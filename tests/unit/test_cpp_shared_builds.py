@@ -87,7 +87,7 @@ def test_another_cpu_or_compiler_that_shares_the_folder_builds_its_own(
         there.setattr(cpu_features, "names", lambda: ("avx2",))
         other_cpu = cpp_build.build(ANSWER, "answer")
     with monkeypatch.context() as there:
-        there.setattr(cpp_build, "find_compiler", lambda: cpp_build.Compiler(("c++",), "c++ 1.0"))
+        there.setattr(cpp_build, "find_compiler", lambda: cpp_build.Compiler(("c++",), "c++ 1.0", gnu=True))
         other_compiler = cpp_build.build(ANSWER, "answer")
     assert len({own, other_cpu, other_compiler}) == 3
     assert cpp_build.build(ANSWER, "answer") == own

@@ -39,7 +39,7 @@ template <class C> struct Words : TileRows<C> {
   template <class At> static void scores(int turns, Span span, At at) {
     constexpr int AT_ONCE = M::key_vectors, MANY = KEY_FULL / AT_ONCE * AT_ONCE;
     constexpr int STEPS = MANY / AT_ONCE + (MANY < KEY_FULL) + (KEY_TAIL > 0);
-    // Places of a step at which lines are prefetched. A row of more than 8 short vectors (Arm's) is a loop that stays one.
+    // Places of a step at which lines are prefetched. More than 8 short vectors (Arm's) are a loop that stays one.
     constexpr int PLACES = STEPS <= 8 ? STEPS : 1;
     vf held[SUMS]; // of the tokens before, from `held_from` on
     int held_from = span.begin;
@@ -155,7 +155,8 @@ template <class C> struct Words : TileRows<C> {
 #pragma GCC unroll 24
       for (int c = 0; c < COLUMNS; c++) {
         float* to = &sums[r0 + r][c0 + c * W];
-        store(to, fma(load(to), splat(rescale[r0 + r]), sum[r][c])); // older sums last: fewer roundings of large numbers
+        // older sums last: fewer roundings of large numbers
+        store(to, fma(load(to), splat(rescale[r0 + r]), sum[r][c]));
       }
   }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from cpu_bench.bench import Bench, Row
 from cpu_bench.own import BASE
 from pagegen.codegen import cpp
-from pagegen.spec import AttentionSpec, CacheLayout
+from pagegen.spec import CacheLayout
 from pagegen.spec.dtypes import DTYPES
 from pagegen.targets import cpp_build, cpp_headers, cpu
 from pagegen.targets.errors import CompileError
@@ -38,10 +38,6 @@ def compiling(bench: Bench) -> Iterable[Row]:
             yield {**row, "status": "does not compile", "reason": error.detail}
             continue
         yield {**row, "status": "ok", "seconds": round(statistics.median(taken), 3), "samples_s": taken}
-
-
-def _source(spec: AttentionSpec, *, decode: bool = True) -> str:
-    return cpp.render_attention(spec, LAYOUT, cpu.default_variant(spec, LAYOUT, decode=decode))
 
 
 def _seconds(source: str) -> float:

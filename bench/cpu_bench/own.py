@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,13 +65,13 @@ def one_thread(bench: Bench) -> Iterable[Row]:
 def head_dims(bench: Bench) -> Iterable[Row]:
     """Head dims with their walks, MLA's latent cache among them."""
     for order in ORDERS:
-        runners, over = [], []
         for name, spec in DIMS.items():
             lens = [2 * CONTEXT if spec.shared_kv else CONTEXT] * BATCH
             found = ours.batches(bench.pool, spec, CacheLayout(block_size=32, order=order), lens)
-            runners += [ours.kernel(found, name=name), ours.walk(found, f"walk {name}")]
-            over.append(f"walk {name}")
-        yield from _rows(bench, "head dim", order, runners, over=over)
+            kernel, *walks = ours.with_walks(found)
+            runners = [dataclasses.replace(kernel, name=name), *walks]
+            for row in _rows(bench, "head dim", order, runners, over=[walk.name for walk in walks]):
+                yield {**row, "of": name}
 
 
 def groups(bench: Bench) -> Iterable[Row]:

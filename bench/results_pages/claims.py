@@ -37,7 +37,7 @@ class Section:
     figure: str = ""
 
 
-def at_least(what: str, value: float, asked: float, form: str = "{:.2f}", more: str = "", limit: str = "") -> Claim:
+def at_least(what: str, value: float, asked: float, form: str = "{:.2f}", more: str = "") -> Claim:
     """A figure that should be no less than `asked`."""
     found = form.format(value) + (f" ({more})" if more else "")
     return Claim(what=what, found=found, asked=f"at least {form.format(asked)}", met=value >= asked)

@@ -82,10 +82,14 @@ def _limits(summary: Row) -> Iterator[Claim]:
     read = summary["share_of_read"]
     for (order, state), asked in READ.items():
         found = read.get(f"decode bfloat16 {order} {state}")
-        if found:
+        what = f"decode bfloat16, {order}: share of sequential reading, {state} memory"
+        if not found:
+            unknown = "the memory was never so in this run"
+            yield Claim(what=what, found=unknown, asked=f"at least {asked:.2f} in every cell")
+        else:
             limits = {n: row for n in LIMITS if (row := read.get(f"decode bfloat16 {n} {state}"))}
             told = ", ".join(f"{LIMITS[n]} {_spread(row)}" for n, row in limits.items())
-            yield _share(f"decode bfloat16, {order}: share of sequential reading, {state} memory", found, asked, told)
+            yield _share(what, found, asked, told)
     for order in ORDERS:
         found = summary.get("share_of_alike", {}).get(f"decode bfloat16 {order}")
         if found:
@@ -130,6 +134,7 @@ def _own(rows: list[Row]) -> Iterator[Claim]:
                 met=min(speeds.values()) >= asked,
                 limit=f"at {statistics.median(products):.2f} of the peak of byte products" if products else "",
             )
+    yield from _shapes(ok)
     yield from _calls(ok)
 
 
@@ -143,18 +148,34 @@ def _one_thread(ok: list[Row]) -> Iterator[Claim]:
             yield at_least(what, share, 0.80, more=told)
 
 
+def _shapes(ok: list[Row]) -> Iterator[Claim]:
+    """Head dims and groups: the share of sequential reading, in both orders."""
+    shares: dict[str, list[str]] = {}
+    for row in ok:
+        if row["section"] in ("head dim", "group") and not row["what"].startswith("walk"):
+            what = row.get("of", row["what"])
+            order = row["cell"]["label"].split()[-1]
+            shares.setdefault(what, []).append(f"{order} {row['share']:.2f} ({row['rate']:.1f} GB/s)")
+    for what, found in shares.items():
+        yield Claim(what=f"decode bfloat16, {what}: share of sequential reading", found=", ".join(found))
+
+
 def _calls(ok: list[Row]) -> Iterator[Claim]:
     """What is not attention: writing and copying, the fixed cost of a call, compiling."""
     for row in ok:
         if row["section"] == "copying" and "memcpy" in row["time_over"]:
             speed = 1 / row["time_over"]["memcpy"]["median"]
             what = f"{row['what']}: speed over a memcpy of as many bytes"
-            yield Claim(what=what, found=f"{speed:.2f}", asked="memory's speed")
+            yield at_least(what, speed, 0.90)
     for row in ok:
         if row["section"] == "overhead" and row["what"] == "kernel object":
             yield at_most(
                 "fixed cost of a call of a kernel (one sequence of 16 tokens), us", row["ms"] * 1e3, 10, "{:.1f}"
             )
+    others = [row for row in ok if row["section"] == "overhead" and row["what"] != "kernel object"]
+    if others:
+        found = ", ".join(f"{row['what']} {row['ms'] * 1e3:.1f}" for row in others)
+        yield Claim(what="fixed cost of other ways to call it, us", found=found)
     seconds = [row["seconds"] for row in ok if row["section"] == "compile"]
     if seconds:
         more = f"the median of {len(seconds)} {statistics.median(seconds):.2f}"

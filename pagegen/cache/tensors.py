@@ -54,7 +54,10 @@ class PagedKVCache:
         check.instance("layout", layout, CacheLayout)
         stored = parse_dtype(dtype)
         if bytes_per_element(stored).denominator != 1:  # int4, two values a byte
-            raise ValueError(f"dtype must have whole bytes an element, got {dtype_name(stored)}")
+            raise ValueError(
+                f"dtype must have whole bytes an element, got {dtype_name(stored)}, of which two share a byte: keep it "
+                "in tensors of your own (uint8 [num_blocks, block_size, num_kv_heads, head_dim / 2], see write_kv)"
+            )
         self.num_layers = num_layers
         self.layout = layout
         self.dtype = stored

@@ -38,6 +38,8 @@ def command(
     layer: str | None,
     q_dtype: str | None,
     kv_dtype: str | None,
+    kv_scales: str,
+    kv_zero_points: bool,
     block_sizes: tuple[int, ...],
     order: str,
     target: Target,
@@ -50,7 +52,7 @@ def command(
     The folder holds sources, libraries and a manifest with every hash. A process uses it that has PAGEGEN_ARTEFACTS
     set, or calls pagegen.prepare(..., artefacts=FOLDER); PAGEGEN_ARTEFACTS_SHA256 pins the manifest that it accepts.
     """
-    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype, kv_scales, kv_zero_points)
     if target.kind != "cpu":
         raise click.BadParameter(GPU.format(target=target), param_hint="--target")
     from pagegen.selection.shipping import build

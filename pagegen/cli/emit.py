@@ -24,6 +24,8 @@ def command(
     layer: str | None,
     q_dtype: str | None,
     kv_dtype: str | None,
+    kv_scales: str,
+    kv_zero_points: bool,
     block_size: int,
     order: str,
     target: Target,
@@ -34,7 +36,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Prints the kernel that pagegen generates for a model, block size and target."""
-    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype, kv_scales, kv_zero_points)
     layout = CacheLayout(block_size=block_size, order=order)
     from pagegen import targets
 

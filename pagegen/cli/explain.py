@@ -45,6 +45,8 @@ def command(
     layer: str | None,
     q_dtype: str | None,
     kv_dtype: str | None,
+    kv_scales: str,
+    kv_zero_points: bool,
     block_size: int,
     order: str,
     batch: int,
@@ -65,7 +67,7 @@ def command(
             f"--shared-prefix must be at most the {context - queries} tokens before a sequence's queries, "
             f"got {shared_prefix}"
         )
-    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype, kv_scales, kv_zero_points)
     layout = CacheLayout(block_size=block_size, order=order)
     workload = Workload(context_lens=(context,) * batch, query_lens=(queries,) * batch)
     groups = prefix_groups(layout, batch, shared_prefix)

@@ -33,6 +33,8 @@ def command(
     layer: str | None,
     q_dtype: str | None,
     kv_dtype: str | None,
+    kv_scales: str,
+    kv_zero_points: bool,
     block_size: int,
     order: str,
     names: str,
@@ -40,7 +42,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Registers, spills, occupancy and what the main loop is made of, with no such GPU present."""
-    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype, kv_scales, kv_zero_points)
     layout = CacheLayout(block_size=block_size, order=order)
     targets = [_gpu(name) for name in names.split(",")]
     rows = [

@@ -10,6 +10,7 @@ import click
 from pagegen.cli import output
 from pagegen.cli.option_types import BlockSizesType, TargetType, count
 from pagegen.spec import AttentionSpec, Device, Profile, Target, Variant
+from pagegen.spec.attention import SCALE_GRANULARITIES
 from pagegen.spec.layout import ORDERS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -51,23 +52,34 @@ def block_sizes_option(**settings: Any) -> Callable[[Command], Command]:
 
 
 def model_options(command: Command) -> Command:
-    """`--model`, `--layer`, `--q-dtype` and `--kv-dtype`: read them back with `model_spec`."""
+    """`--model`, `--layer`, `--q-dtype` and the options of the cache: read them back with `model_spec`."""
     for option in reversed(
         (
             click.option("--model", required=True, help='A known model ("llama-3.1-8b") or its Hugging Face id.'),
             click.option("--layer", type=click.Choice(["full", "sliding"]), help="Which layer of a model that mixes."),
             click.option("--q-dtype", help="Query dtype; the model's own by default."),
             click.option("--kv-dtype", help="Cache dtype; the query dtype by default."),
+            click.option(
+                "--kv-scales",
+                type=click.Choice(SCALE_GRANULARITIES),
+                default="none",
+                show_default=True,
+                help="What has a scale of its own in a float8, int8 or int4 cache.",
+            ),
+            click.option("--kv-zero-points", is_flag=True, help="An int8 or int4 cache has zero points as well."),
         )
     ):
         command = option(command)
     return command
 
 
-def model_spec(model: str, layer: str | None, q_dtype: str | None, kv_dtype: str | None) -> AttentionSpec:
+def model_spec(
+    model: str, layer: str | None, q_dtype: str | None, kv_dtype: str | None, kv_scales: str, kv_zero_points: bool
+) -> AttentionSpec:
     """The spec that the model options name."""
     try:
-        return AttentionSpec.from_model(model, layer=layer, q_dtype=q_dtype, kv_dtype=kv_dtype)
+        spec = AttentionSpec.from_model(model, layer=layer, q_dtype=q_dtype, kv_dtype=kv_dtype)
+        return spec.replace(kv_scale_granularity=kv_scales, kv_zero_points=kv_zero_points)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 

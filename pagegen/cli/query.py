@@ -38,6 +38,8 @@ def command(
     layer: str | None,
     q_dtype: str | None,
     kv_dtype: str | None,
+    kv_scales: str,
+    kv_zero_points: bool,
     profile_name: str,
     target: Target,
     device: str | None,
@@ -53,7 +55,7 @@ def command(
     Times are attention's alone, in one layer; tokens/s and admitted sequences count all of the model's attention
     layers, taken to be alike.
     """
-    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype, kv_scales, kv_zero_points)
     profile = options.profile_of(profile_name)
     num_layers = find_geometry(model).attn_layers
     options.known_device(target, device)
@@ -69,6 +71,13 @@ def command(
             spec, target, profile, db=url, memory_bytes=memory, objective=objective, num_layers=num_layers,
             device=device,
         )  # fmt: skip
+    command_line = f"pagegen tune --model {model} --profile {profile_name} --target {target}"
+    if spec.kv_dtype != spec.q_dtype:
+        command_line += f" --kv-dtype {dtype_name(spec.kv_dtype)}"
+    if spec.kv_scale_granularity != "none":
+        command_line += f" --kv-scales {spec.kv_scale_granularity}" + " --kv-zero-points" * spec.kv_zero_points
+    if device is not None:
+        command_line += f" --device {shlex.quote(device)}"
     document = {
         "model": model,
         "q_dtype": dtype_name(spec.q_dtype),
@@ -81,33 +90,30 @@ def command(
         "best_block_size": rows[0].block_size,
         "ties": [row.block_size for row in rows if row.step_us <= rows[0].step_us * (1 + TIE)],
         "rows": [row.to_dict() for row in rows],
-        "hint": _hint(rows, model, profile_name, target, device, _other_dtypes(spec, target, url)),
+        "hint": _hint(rows, command_line, _other_dtypes(spec, target, url)),
     }
     output.show(document, as_json, lambda: _text(rows, document, table_format))
 
 
 def _other_dtypes(spec: AttentionSpec, target: Target, url: str | None) -> list[str]:
-    """The dtypes, of queries and cache alike, that the same attention was measured with besides its own."""
+    """The query dtypes, in which an unquantised cache is as well, that the same attention was measured with besides
+    its own."""
     from pagegen import targets
     from pagegen.db import DatabaseError, open_db
 
     code = targets.code_hash(target)
     with contextlib.suppress(DatabaseError), open_db(url, read_only=True) as db:  # the rows say what is wrong with it
         others = [dtype for dtype in QUERY_DTYPES if dtype != spec.q_dtype]
-        alike = {dtype_name(dtype): spec.replace(q_dtype=dtype, kv_dtype=dtype) for dtype in others}
+        alike = {dtype_name(dtype): spec.replace(q_dtype=dtype) for dtype in others}
+        if spec.kv_dtype == spec.q_dtype:
+            alike = {name: other.replace(kv_dtype=other.q_dtype) for name, other in alike.items()}
         return [name for name, other in alike.items() if db.measured_layouts(other, target, code)]
     return []
 
 
-def _hint(
-    rows: list[BlockSizeRow], model: str, profile: str, target: Target, device: str | None,
-    other_dtypes: Sequence[str] = (),
-) -> str | None:  # fmt: skip
+def _hint(rows: list[BlockSizeRow], command_line: str, other_dtypes: Sequence[str]) -> str | None:
     if all(row.kind == "measured" for row in rows):
         return None
-    command_line = f"pagegen tune --model {model} --profile {profile} --target {target}"
-    if device is not None:
-        command_line += f" --device {shlex.quote(device)}"
     if all(row.measured_share + row.scaled_share == 0 for row in rows):
         if other_dtypes:
             known = " and ".join(other_dtypes)
@@ -159,7 +165,7 @@ def _text(rows: list[BlockSizeRow], document: dict[str, Any], table_format: str)
         table,
         "",
         f"block size {best.block_size} {best.order}: {best.reason}",
-        *_tie(document["ties"]),
+        *(_tie(document["ties"]) if best.admitted_sequences != 0 else ["no sequence fits this memory"]),
         "step, p50 and p99: attention in one layer; tokens/s: attention in all "
         f"{document['num_layers']} layers and nothing else",
     ]

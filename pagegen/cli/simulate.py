@@ -64,6 +64,8 @@ def command(
     layer: str | None,
     q_dtype: str | None,
     kv_dtype: str | None,
+    kv_scales: str,
+    kv_zero_points: bool,
     profile_name: str,
     target: Target,
     device: str | None,
@@ -81,7 +83,7 @@ def command(
     Waste, the grain in which prefixes are shared, admissions and preemptions follow from the block size; attention
     takes what was measured at it, or what the cost model predicts. All layers are taken to be alike.
     """
-    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype, kv_scales, kv_zero_points)
     profile = options.profile_of(profile_name)
     meant = options.known_device(target, device)
     if skip_bad and trace is None:

@@ -57,6 +57,8 @@ def command(
     layer: str | None,
     q_dtype: str | None,
     kv_dtype: str | None,
+    kv_scales: str,
+    kv_zero_points: bool,
     profile_name: str,
     target: Target,
     device: str | None,
@@ -84,7 +86,7 @@ def command(
     With --revalidate, block sizes and orders are the stored ones, and so is the objective where none is named: see
     `pagegen db verify` for what is stale.
     """
-    spec = options.model_spec(model, layer, q_dtype, kv_dtype)
+    spec = options.model_spec(model, layer, q_dtype, kv_dtype, kv_scales, kv_zero_points)
     profile = options.profile_of(profile_name)
     if target.kind == "interpreter":
         raise click.BadParameter(

@@ -133,7 +133,11 @@ def find(value: str | Modifier | None, kind: str) -> Modifier | None:
         if isinstance(value, str) and value.split("(")[0] in _OVER_TENSORS:
             maker = f"pagegen.modifiers.{value.split('(')[0]}"
             raise ValueError(f"{kind}_mod must be made with {maker} in this process, got the name {value!r} alone")
-        raise ValueError(f"{kind}_mod must be a function decorated with @pagegen.{kind}_mod, got {value!r}")
+        names = ", ".join(sorted({*REGISTERED, *(f"{name}(...)" for name in _FROM_NUMBERS)}))
+        raise ValueError(
+            f"{kind}_mod must be a function decorated with @pagegen.{kind}_mod, or the name of one ({names}), "
+            f"got {value!r}"
+        )
     if modifier.kind != kind:
         raise ValueError(f"{kind}_mod must be a {kind} function, got the {modifier.kind} function {modifier.name}")
     return modifier

@@ -50,6 +50,11 @@ def _rows_fit(name: str, rows: Tensor, num_tokens: int, cache: Tensor, stored: t
     shape = "[num_tokens, num_kv_heads, head_dim]"
     if stored == INT4 and rows.shape[2] % 2:
         raise ValueError(f"{name} must have an even head_dim for an int4 cache, got {describe(rows)}")
+    if stored == INT4 and rows.shape[2] == cache.shape[3]:
+        raise ValueError(
+            f"{name}_cache must be half as wide as {name} for int4, two values a byte, got {cache.shape[3]} columns "
+            f"for {rows.shape[2]}"
+        )
     sizes(name, rows, (num_tokens, cache.shape[2], columns), shape)
 
 

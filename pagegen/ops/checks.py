@@ -47,8 +47,8 @@ def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...], d
 def sizes(name: str, value: Tensor, expected: tuple[int | None, ...], shape: str) -> None:
     """`value` must have the `expected` sizes (None: any)."""
     if any(want is not None and want != got for want, got in zip(expected, value.shape, strict=True)):
-        wanted = [("any" if e is None else e) for e in expected]
-        raise ValueError(f"{name} must be {shape} = {wanted}, got {describe(value)}")
+        wanted = ", ".join("any" if e is None else str(e) for e in expected)
+        raise ValueError(f"{name} must be {shape} = [{wanted}], got {describe(value)}")
 
 
 def own_memory(name: str, value: Tensor) -> None:

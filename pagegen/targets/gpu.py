@@ -14,7 +14,8 @@ def current_device(target: Target) -> Device:
     """The current GPU's features. Raises ValueError when it is not of `target`'s architecture."""
     here = Target.current() if torch.cuda.is_available() else None
     if here != target:
-        raise ValueError(f"target must be the GPU of this machine ({here}), got {target}")
+        there = here or "there is none"
+        raise ValueError(f"target must be the GPU of this machine ({there}), got {target}")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     table = _table_row(target, properties.name)
     return Device(

@@ -115,6 +115,18 @@ def test_query_says_which_dtype_it_asked_for_and_which_one_was_measured(url, pro
     assert other.startswith("llama-3.1-8b in float16") and "measured was bfloat16 only (--q-dtype)" in other
 
 
+def test_query_says_which_scales_to_tune_and_blames_no_query_dtype_for_the_cache(url, profile):
+    cache = ("--kv-dtype", "int8", "--kv-scales", "token_head", "--kv-zero-points")
+    said = run(*QUERY, "--profile", profile, "--db", url, *cache).stdout
+    assert "cache int8" in said and "nothing was measured" in said and "measured was" not in said
+    assert "--kv-dtype int8 --kv-scales token_head --kv-zero-points" in said
+
+
+def test_query_says_where_no_sequence_fits(url, profile):
+    said = run(*QUERY, "--profile", profile, "--db", url, "--memory", "1KiB").stdout
+    assert "no sequence fits this memory" in said and "a tie" not in said
+
+
 def test_query_calls_block_sizes_of_equal_times_a_tie(tmp_path, profile, url):
     shown = document(*QUERY, "--profile", profile, "--db", tmp_path / "none.db")
     assert shown["ties"] == [16, 32, 64, 128] and len({round(row["step_us"], 1) for row in shown["rows"]}) == 1

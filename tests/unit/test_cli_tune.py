@@ -53,6 +53,13 @@ def test_text_names_the_block_size_with_its_choice_and_confidence(bench):
     assert "won 9 of 9 fresh rounds" in result.stdout
 
 
+def test_a_cache_is_tuned_with_its_scales(bench, tmp_path):
+    assert run("--block-sizes", "16", "--db", "mine.db", "--kv-dtype", "int8", "--kv-scales", "head").exit_code == 0
+    spec = AttentionSpec.from_model("llama-3.1-8b", kv_dtype="int8").replace(kv_scale_granularity="head")
+    with open_db(str(tmp_path / "mine.db")) as db:
+        assert db.portfolio(spec, CacheLayout(block_size=16), Target("cpu"), "hash-1") is not None
+
+
 def test_the_named_database_holds_the_rule_for_the_models_spec(bench, tmp_path):
     assert run("--block-sizes", "16", "--db", "mine.db", "--kv-dtype", "float16").exit_code == 0
     spec = AttentionSpec.from_model("llama-3.1-8b", kv_dtype="float16")

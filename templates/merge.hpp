@@ -8,7 +8,7 @@
 // be one of the states: what is written was read before.
 #pragma once
 
-#include "vectors.hpp"
+#include "functions.hpp"
 
 #include <algorithm>
 #include <cstdlib>

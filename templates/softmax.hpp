@@ -1,6 +1,7 @@
 // Softmax over one row of a tile: what a score goes through, who may be attended, and the running state.
 #pragma once
 
+#include "functions.hpp"
 #include "tiles.hpp"
 
 namespace pagegen {

@@ -384,9 +384,10 @@ def compare(
     """Raises AssertionError unless (out, lse) are the reference's to rounding. `dtype` is q's: a kernel
     rounds nothing else to 16 bits unless q is bf16 and the cache bf16 or narrower.
 
-    16-bit: an element may be off by one eps of itself (half of it is the rounding of the result), three eps of its row's
-    root mean square (softmax weights rounded to bf16: 2.5 where 7 tokens nearly cancel) and one step between subnormals. float32: 64 times that, since a
-    score of 16 is a sum of products rounded relative to their own size (torch's SDPA is as far off on the same inputs).
+    16-bit: an element may be off by one eps of itself (half of it is the rounding of the result), three eps of its
+    row's root mean square (softmax weights rounded to bf16: 2.5 where 7 tokens nearly cancel) and one step between
+    subnormals. float32: 64 times that, since a score of 16 is a sum of products rounded relative to their own size
+    (torch's SDPA is as far off on the same inputs).
     lse is float32 whatever the dtype, and off by 4e-6 at most, and by 2e-6 of itself; 4e-4 and 2e-5 where q of 16 bits
     meets a cache of integers, since q may be rounded to 16 bits beside its row's largest element.
     """

@@ -178,9 +178,10 @@ template <class C> struct Bytes : TileRows<C> {
     alignas(64) int32_t word[W][W];
     for (int t = span.begin; t < span.end; t += W) {
       vi high[R] = {}, low[R] = {};
-      int fetched = 0; // tokens whose share of the lines was prefetched
-#pragma GCC unroll 4
+#pragma GCC unroll 1 // written out as well, pieces take no less time
       for (int i = 0; i < PIECES; i++) {
+        const int first = t + i * W * W / WORDS;
+        int fetched = 0; // tokens from `first` on whose lines were prefetched; one twice where no piece ends with it
         const bool last = i == PIECES - 1;
         const __mmask64 held = last && LAST < 64 ? (1ull << (LAST % 64)) - 1 : ~0ull;
         vi row[W];
@@ -188,7 +189,7 @@ template <class C> struct Bytes : TileRows<C> {
         for (int j = 0; j < W; j++) row[j] = (vi)_mm512_maskz_loadu_epi8(held, k.row(t + j) + i * 64);
         transpose(row, word[0], W);
         const auto one = [&](int n) __attribute__((always_inline)) {
-          for (; fetched * WORDS < (i * W + n + 1) * W; fetched++) next.template issue<1, 1>(t + fetched, 0);
+          for (; fetched * WORDS < (n + 1) * W; fetched++) next.template issue<1, 1>(first + fetched, 0);
           __m512i key[PER_BYTE]; // int4: even and odd elements
           to_unsigned((__m512i)load(word[n]), key);
 #pragma GCC unroll 2

@@ -55,6 +55,7 @@ template <class C> struct Panel : Ends<C> {
           }
         }
       };
+#pragma GCC unroll 1 // packing is a small part, and long
       for (int i = 0; i < KEY_FULL; i++) turn([](const KV* p) { return M::template load_row<KEY_LANES>(p); }, i);
       if constexpr (KEY_TAIL > 0) turn([](const KV* p) { return M::template load_row<KEY_TAIL>(p); }, KEY_FULL);
     }
@@ -62,6 +63,7 @@ template <class C> struct Panel : Ends<C> {
       const KV* rows[M::step];
       for (int j = 0; j < M::step; j++) rows[j] = row(v_cache, tile.v, a.v_slot_stride, t + j);
       VWord words[M::value_vectors];
+#pragma GCC unroll 1
       for (int i = 0; i < VALUE_FULL; i++) {
         Base::template load_values<VALUE_LANES>(rows, i * VALUE_LANES, words);
         store_values(words, w.v[t / M::step] + i * VALUE_LANES);

@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 FLAGS = ("-O2", "-fpeel-loops", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 # Passes of g++ that are left out: kernels compile in 0.85 of the time (12.2, Zen 4). Without jump threading, which
 # gathers what should be spread over a loop, bf16 and float32 in NHD order are 1.02 to 1.09 times as fast; the others
-# change nothing. (Not so -fno-gcse, which costs int8 5 %, and -fno-tree-pta, bf16 15 %.)
+# change nothing. (Not so -fno-gcse, which costs int8 5 %, and -fno-tree-pta, float32 40 %.)
 GNU_FLAGS = (
     "-fno-thread-jumps", "-fno-tree-vrp", "-fno-tree-vectorize", "-fno-tree-dominator-opts", "-fno-tree-pre",
-    "-fno-rerun-cse-after-loop",
+    "-fno-rerun-cse-after-loop", "-fno-schedule-insns2",
 )  # fmt: skip
 # The instruction set of this CPU. Elsewhere the compiler's default: g++ 12 refuses -march=native on RISC-V.
 NATIVE = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}.get(platform.machine(), ())

@@ -304,7 +304,9 @@ def test_a_run_that_was_stopped_while_it_confirmed_takes_only_the_fresh_samples_
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_sigterm_and_a_closed_terminal_end_at_a_clean_point_and_save(db, number):
+def test_sigterm_and_a_closed_terminal_end_at_a_clean_point_and_save(db, number, request):
+    inherited = signal.signal(number, signal.SIG_DFL)  # ignored under nohup
+    request.addfinalizer(lambda: signal.signal(number, inherited))
     bench = FakeBench(table(s8=0.8))
     sample = bench.sample
 

@@ -153,7 +153,7 @@ def _shapes(ok: list[Row]) -> Iterator[Claim]:
     shares: dict[str, list[str]] = {}
     for row in ok:
         if row["section"] in ("head dim", "group") and not row["what"].startswith("walk"):
-            what = row.get("of", row["what"])
+            what = str(row.get("of", row["what"]))
             order = row["cell"]["label"].split()[-1]
             shares.setdefault(what, []).append(f"{order} {row['share']:.2f} ({row['rate']:.1f} GB/s)")
     for what, found in shares.items():

@@ -41,6 +41,7 @@ WARP_SPECIALIZED = {
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "cpp": (
         {"read_order": "head"},
+        {"read_order": "token", "heads_together": 8, "rows_together": 4, "prefetch_ahead": 1},
         *({"rows_together": rows} for rows in (2, 4, 8)),
         *({"prefetch_hint": hint} for hint in ("l1", "l2")),
         *({"num_splits": splits} for splits in (0, 4)),
@@ -187,10 +188,11 @@ def space_around(
     """The space that `pagegen.costs.legal` allows on `device`; the rest is the space's own."""
     ways = list(WAYS[start.family])
     if start.family == "cpp":
-        heads = all_heads(spec.num_kv_heads)
-        ways.append({"heads_together": heads})
-        if not _multiplies_bytes(spec, device):
-            ways.append({"read_order": "token", "heads_together": heads, "rows_together": 4, "prefetch_ahead": 1})
+        if _multiplies_bytes(spec, device):
+            ways = [way for way in ways if way.get("read_order") != "token"]
+        if spec.num_kv_heads > 8:
+            heads = {"heads_together": all_heads(spec.num_kv_heads)}
+            ways = [{**way, **heads} if "heads_together" in way else way for way in ways] + [heads]
     if start.family == "triton" and device.target.is_gpu:
         equal = {"num_splits": 1, "split_tokens": 0, "reduce": "kernel"}
         ways += [{"programs": 0}, *({"programs": n * device.units, **equal} for n in SHARES)]

@@ -179,7 +179,7 @@ REFUSALS = {
         Q, K.repeat(1, 2, 1, 1)[:, :24], K.repeat(1, 2, 1, 1)[:, :24]
     ),
     "alibi_slopes must be None unless causal": lambda: flash_attn_func(Q, K, K, alibi_slopes=draw(HEADS)),
-    r"k must be .* = \[2, 'any', 'any', 16\]": lambda: flash_attn_func(Q, K[:1], K[:1]),
+    r"k must be .* = \[2, any, any, 16\]": lambda: flash_attn_func(Q, K[:1], K[:1]),
     "v must be": lambda: flash_attn_func(Q, K.view(2, 16, KV_HEADS, DIM), K.reshape(1, 32, KV_HEADS, DIM)),
     "v must be given with k, got v alone": lambda: flash_attn_with_kvcache(Q, K, K, None, K[:, :2], cache_seqlens=3),
     "rotary_cos and rotary_sin must both": lambda: flash_attn_with_kvcache(

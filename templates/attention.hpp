@@ -90,11 +90,15 @@ template <class C> struct Attention : Ends<C> {
     int heads = C::heads_together, chunk = PANEL_QUERIES;
     Counts n = Base::plan(a, heads, chunk, nullptr, nullptr);
     const int threads = std::clamp<int64_t>(n.work * (D + DV) / SMALL_WORK + 1, 1, std::max<int64_t>(a.num_threads, 1));
-    const int64_t wanted = threads > 1 ? 4 * threads : 1; // items, so that threads finish together
-    while (n.items < wanted) {
-      // Of fewer than 4 heads a token's rows are short for reading by tokens: then as many items as threads must do
-      // (1.1 to 1.4 times as fast, on 2 threads and up to 1500 tokens).
-      const bool fewer = heads > (Stream<C>::BY_TOKENS && n.items >= threads ? 4 : 1);
+    // Items enough for threads to finish together. Reading by tokens, half of the heads are read at 0.6 to 0.9 of the
+    // speed, since the CPU reads ahead of each token's rows, which are the other heads': some thread may have half as
+    // much again as its share.
+    const auto enough = [&] {
+      const int64_t most = n.largest * ((n.items + threads - 1) / threads); // of one thread
+      return n.items >= 4 * threads || (Stream<C>::BY_TOKENS && most * threads <= n.work + n.work / 2);
+    };
+    while (threads > 1 && !enough()) {
+      const bool fewer = heads > 1;
       const bool shorter = chunk > 1 && chunk * G > 32;
       if (!fewer && !shorter) break;
       if (fewer) heads = ceil_div(heads, 2);

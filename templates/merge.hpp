@@ -8,6 +8,7 @@
 // be one of the states: what is written was read before.
 #pragma once
 
+#include "copies.hpp"
 #include "functions.hpp"
 
 #include <algorithm>
@@ -34,6 +35,9 @@ namespace {
 // Of a call: below it, waking threads costs more than they save, and lines are left in the caches for who reads them
 // next. An element is counted as two bytes whatever it is.
 constexpr int64_t kSmallBytes = 64 << 10;
+// Results of so many bytes are written past the caches: 1.15 to 1.3 times as fast, and no slower (1.0 to 1.1) when who
+// reads them first is counted in. Below, that one pays.
+constexpr int64_t kLargeResult = 1 << 20;
 
 inline int64_t state_row(const pagegen_state& s, int64_t row) { return s.rows ? s.rows[row] : row; }
 inline float* state_lse(const pagegen_state& s, int64_t row, int64_t head) {
@@ -81,21 +85,26 @@ PAGEGEN_INLINE vf falling_exp(vf x) {
 // What one thread needs for W heads of a row.
 struct MergeScratch {
   vf* weights;       // of every state
+  float* made;       // a head's result on its way past the caches
   const void** from; // of the states of one head that weigh more than nothing: their rows
   float* share;
 
-  explicit MergeScratch(int64_t num_states) {
-    const int64_t bytes = num_states * (sizeof(vf) + sizeof(void*) + sizeof(float));
+  MergeScratch(const MergeScratch&) = delete;
+  explicit MergeScratch(const pagegen_merge_args& a) {
+    const int64_t line = (a.dim * sizeof(float) + 63) / 64 * 64;
+    const int64_t bytes = line + a.num_states * (sizeof(vf) + sizeof(void*) + sizeof(float));
     weights = (vf*)std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-    from = (const void**)(weights + num_states);
-    share = (float*)(from + num_states);
+    made = (float*)(weights + a.num_states);
+    from = (const void**)((char*)made + line);
+    share = (float*)(from + a.num_states);
   }
   ~MergeScratch() { std::free(weights); }
 };
 
 // The heads [head, head + count) of a row, W at most.
 template <class T>
-void merge_states(const pagegen_merge_args& a, int64_t row, int64_t head, int count, const MergeScratch& own) {
+void merge_states(const pagegen_merge_args& a, int64_t row, int64_t head, int count, bool past_caches,
+                  const MergeScratch& own) {
   const pagegen_state& target = a.states[0];
   const pagegen_state* states = a.states + 1;
   const vf infinity = splat(INFINITY);
@@ -121,7 +130,9 @@ void merge_states(const pagegen_merge_args& a, int64_t row, int64_t head, int co
       own.from[live] = state_out<T>(states[s], row, head + i);
       own.share[live++] = own.weights[s][i] / total[i];
     }
-    merge_rows((const T* const*)own.from, own.share, live, state_out<T>(target, row, head + i), a.dim);
+    T* to = state_out<T>(target, row, head + i);
+    merge_rows((const T* const*)own.from, own.share, live, past_caches ? (T*)own.made : to, a.dim);
+    if (past_caches) copy((char*)to, (const char*)own.made, a.dim * sizeof(T), true);
     const float sum = total[i] == 0.0f ? 1.0f : total[i];
     *state_lse(target, row, head + i) = sum == 1.0f ? top[i] : top[i] + std::log(sum);
   }
@@ -136,14 +147,16 @@ extern "C" void pagegen_merge_states(const pagegen_merge_args* args) {
   const auto merge = a.dtype == 0 ? merge_states<float> : a.dtype == 1 ? merge_states<fp16> : merge_states<bf16>;
   const int64_t bytes = a.num_rows * a.num_heads * a.dim * (a.num_states + 1) * 2;
   const int threads = bytes < kSmallBytes ? 1 : (int)a.num_threads;
+  const bool past_caches = a.num_rows * a.num_heads * a.dim * (a.dtype == 0 ? 4 : 2) >= kLargeResult;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    const MergeScratch own(a.num_states);
+    const MergeScratch own(a);
     const int64_t pieces = (a.num_heads + W - 1) / W;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < a.num_rows * pieces; i++) {
       const int64_t head = i % pieces * W;
-      merge(a, i / pieces, head, (int)std::min<int64_t>(W, a.num_heads - head), own);
+      merge(a, i / pieces, head, (int)std::min<int64_t>(W, a.num_heads - head), past_caches, own);
     }
+    if (past_caches) fence_writes();
   }
 }

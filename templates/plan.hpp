@@ -52,7 +52,7 @@ struct Merge { // the splits of one (sequence, KV head)
 
 struct Counts {
   int64_t items = 0, merges = 0, partials = 0;
-  int64_t work = 0; // (row, key) pairs
+  int64_t work = 0, largest = 0; // (row, key) pairs: of all items, of one
 };
 
 template <class C> struct Plan {
@@ -179,6 +179,8 @@ template <class C> struct Plan {
               part.end = std::min<int64_t>(keys.end, origin + (int64_t)(first_split + i + 1) * size);
             }
             const int step_heads = stream ? heads : 1;
+            const int64_t row_keys = (int64_t)count * G * (part.end - part.begin);
+            n.largest = std::max(n.largest, row_keys * std::min(step_heads, C::num_kv_heads));
             for (int32_t h = 0; h < C::num_kv_heads; h += step_heads, n.items++) {
               if (!items) continue;
               const int64_t partial = n.partials + h * partial_head + (int64_t)i * count * G * STATE;

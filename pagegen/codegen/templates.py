@@ -13,7 +13,7 @@ TRITON = ("attention.py", "balanced.py", "cache_ops.py")
 CPP = (
     "attention.hpp", "stream.hpp", "words.hpp", "bytes.hpp", "rows.hpp", "panel.hpp", "ends.hpp", "softmax.hpp",
     "tiles.hpp", "plan.hpp", "products.hpp", "narrow.hpp", "call.hpp", "functions.hpp", "vectors.hpp", "merge.hpp",
-    "cache_ops.hpp",
+    "cache_ops.hpp", "quantise.hpp", "copies.hpp", "rotate.hpp",
 )  # fmt: skip
 # What the templates call a spec's granularity of scales: one scale of the whole tensor is the same for each head.
 SCALES = {"none": "none", "tensor": "head", "head": "head", "token_head": "token"}

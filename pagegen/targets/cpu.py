@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import struct
 import threading
@@ -161,8 +162,13 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -
     """A variant that serves every batch, and is usually good where each sequence has one query (`decode`), or many.
 
     Chosen on a Zen 4 CPU, 2 threads; each ratio below is of speeds there."""
-    if not decode:  # 0.84 of the multiply-add peak; tiles of 64 tokens are at 0.95 of that
-        return CppVariant(tile_kv=256, streams=8, heads_together=8)
+    found = _decode_variant(spec, layout)
+    # Many queries: 0.84 of the multiply-add peak; tiles of 64 tokens are at 0.95 of that. The sequences of one query
+    # among them are read as in decode: 1.25 to 1.35 times as fast, in NHD order, as by head.
+    return found if decode else dataclasses.replace(found, tile_kv=256, split_tokens=2048)
+
+
+def _decode_variant(spec: AttentionSpec, layout: CacheLayout) -> CppVariant:
     # Groups of more than 4 are bound by arithmetic: a row of V is loaded once for them all, 1.05 (MLA 1.15). A group of
     # 4 would be at 0.93 and float32 at 0.97, since memory waits.
     many = spec.group > 4 and spec.kv_dtype != torch.float32
@@ -170,6 +176,8 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -
     if layout.order == "HND" or spec.num_kv_heads == 1:
         # 8 streams of 128 tokens, heads in turn: 1.2 over 4 of 64 by one head. int4, which waits less: 1.03 to 1.08
         tile_kv = 256 if spec.kv_dtype == INT4 else 128
+        if spec.kv_dtype.itemsize > 1:  # one small block a stream: 1.05 to 1.1, of 8 tokens
+            tile_kv = min(tile_kv, max(16, 1 << (8 * layout.block_size - 1).bit_length()))
         return CppVariant(tile_kv=tile_kv, streams=8, heads_together=8, rows_together=rows)
     heads = all_heads(spec.num_kv_heads)  # 32 KV heads together: 1.1 to 1.5 over 8 at a time
     if spec.kv_dtype in (torch.bfloat16, torch.float32):
@@ -177,10 +185,11 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -
         # sums would leave the L1 by token (1.1 to 1.3).
         if many or spec.head_dim * spec.kv_dtype.itemsize <= 128:
             return CppVariant(tile_kv=64, streams=8, heads_together=heads, rows_together=rows, prefetch_ahead=2)
-        # A head's rows are strewn: by token 1.3. An item takes fewer tokens, so that it can have all heads: one
-        # sequence of 4096 tokens 1.25 over 2048 an item. A row of V is loaded once here as well, 1.0 to 1.08.
+        # A head's rows are strewn: by token 1.3. An item takes fewer tokens, so that it can have all heads (2048 tokens
+        # are at 0.8 for one sequence of 4096), but each costs 4 us: large batches 1.01 to 1.07 over 512. A row of V is
+        # loaded once here as well, 1.0 to 1.08.
         return CppVariant(
-            tile_kv=128, streams=8, heads_together=heads, rows_together=4, read_order="token", split_tokens=512
+            tile_kv=128, streams=8, heads_together=heads, rows_together=4, read_order="token", split_tokens=1024
         )
     # What must be converted wants a head's whole tiles. int8 is multiplied as it is: 8 streams are 1.01 to 1.36 over 4
     # (0.88 for one sequence of 512 tokens).

@@ -13,11 +13,15 @@ from pagegen.cache.allocator import BlockAllocator
 from pagegen.cache.arrays import Ints
 from pagegen.cache.batch import Asked, Batch, fresh_batch
 from pagegen.cache.buffers import BatchBuffers
+from pagegen.cache.quantised import QUANTISED, factors, stored_width
 from pagegen.cache.sequence import listed
 from pagegen.cache.sharing import SharedPrefixes
 from pagegen.cache.stats import CacheStats
 from pagegen.cache.storage import BlockStorage
-from pagegen.spec import CacheLayout, bytes_per_element, check, dtype_name, parse_dtype
+from pagegen.spec import CacheLayout, check, dtype_name, parse_dtype
+from pagegen.spec.dtypes import INT4
+
+_VIEWS = ("pools", "_k_layers", "_v_layers", "_quantisation")  # made anew from the storage
 
 
 class PagedKVCache:
@@ -31,6 +35,10 @@ class PagedKVCache:
     given by name; `watermark`, `window` and the errors are those of `BlockAllocator`, whose calls this class has, with
     tokens also as 1-D tensors of integers. Copies of copy-on-write, and to and from the `num_host_blocks` blocks of
     host memory (pinned for CUDA), are made before the call that needs them returns.
+
+    An int4 cache is uint8, two values a byte. With `kv_scale_granularity` "token_head" a quantised cache holds a scale
+    a token and head of K and of V, and with `kv_zero_points` (int8, int4) a zero point; they are copied and swapped
+    with their blocks: see `quantisation`. Other scales are the caller's, and bound to no block.
     """
 
     def __init__(
@@ -48,16 +56,14 @@ class PagedKVCache:
         watermark: int = 0,
         window: int | None = None,
         num_host_blocks: int = 0,
+        kv_scale_granularity: str = "none",
+        kv_zero_points: bool = False,
     ) -> None:
         check.integer("num_layers", num_layers)
         check.integer("num_kv_heads", num_kv_heads)
         check.instance("layout", layout, CacheLayout)
         stored = parse_dtype(dtype)
-        if bytes_per_element(stored).denominator != 1:  # int4, two values a byte
-            raise ValueError(
-                f"dtype must have whole bytes an element, got {dtype_name(stored)}, of which two share a byte: keep it "
-                "in tensors of your own (uint8 [num_blocks, block_size, num_kv_heads, head_dim / 2], see write_kv)"
-            )
+        beside = factors(stored, kv_scale_granularity, kv_zero_points)
         self.num_layers = num_layers
         self.layout = layout
         self.dtype = stored
@@ -66,11 +72,14 @@ class PagedKVCache:
             num_blocks, layout.block_size, prefix_caching,
             watermark=watermark, window=window, num_host_blocks=num_host_blocks,
         )  # fmt: skip
-        check.integer("head_dim", head_dim)
-        v_dim = head_dim if v_head_dim is None else check.integer("v_head_dim", v_head_dim)
-        self.storage = BlockStorage(
-            num_layers, num_blocks, num_host_blocks, layout, num_kv_heads, (head_dim, v_dim), stored, self.device
+        widths = (
+            stored_width("head_dim", head_dim, stored),
+            stored_width("v_head_dim", head_dim if v_head_dim is None else v_head_dim, stored),
         )
+        self.storage = BlockStorage(
+            num_layers, num_blocks, num_host_blocks, layout, num_kv_heads, widths,
+            torch.uint8 if stored == INT4 else stored, self.device, beside,
+        )  # fmt: skip
         self._make_views()
         self._shared = SharedPrefixes()
 
@@ -80,9 +89,13 @@ class PagedKVCache:
         self.pools = self.storage.pools
         self._k_layers = [self.storage.keys[first : first + blocks] for first in firsts]
         self._v_layers = [self.storage.values[first : first + blocks] for first in firsts]
+        held = {"kv_dtype": dtype_name(self.dtype)} if self.dtype in QUANTISED else {}
+        self._quantisation: list[dict[str, Any]] = [
+            held | {name: view[first : first + blocks] for name, view in self.storage.views.items()} for first in firsts
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("pools", "_k_layers", "_v_layers")}
+        return {name: value for name, value in self.__dict__.items() if name not in _VIEWS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled cache looks into its own storage again."""
@@ -96,6 +109,12 @@ class PagedKVCache:
     def v_cache(self, layer: int) -> Tensor:
         """The values of a layer, [num_blocks, block_size, num_kv_heads, v_head_dim]: always the same view."""
         return self._v_layers[self._layer(layer)]
+
+    def quantisation(self, layer: int) -> dict[str, Any]:
+        """What says how to read and write a quantised layer, as keyword arguments of `update_scales`, `write_kv` and
+        `paged_attention`: `kv_dtype`, and of what is held a token and head k_scale, v_scale, k_zero and v_zero, float32
+        [num_blocks, block_size, num_kv_heads] each, always the same views. Empty for a cache that is not quantised."""
+        return dict(self._quantisation[self._layer(layer)])
 
     def add(self, seq_id: Hashable, tokens: Any, *, context: bytes = b"", most_cached: int | None = None) -> int:
         """Admits a sequence; returns how many of its leading tokens are cached already."""

@@ -328,13 +328,16 @@ def test_prefill_of_a_long_prompt_matches_in_chunks() -> None:
         compare(chunk.out, None, whole[start:end].double(), lse[start:end], torch.bfloat16)
 
 
-@pytest.mark.parametrize(("decode", "order"), [(True, "NHD"), (True, "HND"), (False, "NHD"), (False, "HND")])
-def test_default_variant_serves_both_kinds_of_batch(decode: bool, order: str) -> None:
+@pytest.mark.parametrize(
+    ("decode", "order", "block_size"),
+    [(True, "NHD", 16), (True, "HND", 16), (False, "NHD", 16), (False, "HND", 16), (True, "HND", 1), (True, "HND", 12)],
+)
+def test_default_variant_serves_both_kinds_of_batch(decode: bool, order: str, block_size: int) -> None:
     spec = BY_NAME["llama"].spec
-    layout = CacheLayout(block_size=16, order=order)
+    layout = CacheLayout(block_size=block_size, order=order)
     kernel = cpu.load_attention(spec, layout, cpu.default_variant(spec, layout, decode=decode))
     for sequences in (DECODE, RAGGED):
-        check(kernel, make_batch(spec, sequences, block_size=16, order=order))
+        check(kernel, make_batch(spec, sequences, block_size=block_size, order=order))
 
 
 def test_reference_itself_ignores_the_poison() -> None:

@@ -320,7 +320,6 @@ def test_wrong_arguments_change_nothing(call, error, says):
         ({"layers": 0}, ValueError, "num_layers"),
         ({"num_blocks": 0}, ValueError, "num_blocks"),
         ({"v_head_dim": 0}, ValueError, "v_head_dim"),
-        ({"dtype": "int4"}, ValueError, "dtype"),
         ({"dtype": torch.int64}, ValueError, "dtype"),
         ({"watermark": 17}, ValueError, "watermark"),
     ],

@@ -24,8 +24,8 @@
 //
 // The parts: vectors.hpp, narrow.hpp (quantised elements), products.hpp, call.hpp (arguments, score and mask
 // functions), plan.hpp (work items), tiles.hpp (where tokens lie), softmax.hpp, ends.hpp (where rows begin and end),
-// rows.hpp (a tile's rows, and asking for them ahead), words.hpp and bytes.hpp (products of the stream way),
-// stream.hpp, panel.hpp.
+// rows.hpp (a tile's rows, and asking for them ahead), words.hpp, bytes.hpp and planes.hpp (products of the stream
+// way), stream.hpp, panel.hpp.
 //
 // Build: c++ -O2 -fpeel-loops -std=c++20 -fopenmp -ffp-contract=off -fwrapv -shared -fPIC -march=native
 // (contraction off: `x * scale - max` must not become a fused operation, or a score of 1e30 overflows)

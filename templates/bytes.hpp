@@ -11,6 +11,7 @@
 // more planes. (In SmolLM2 on prose so for 0.22 of the rows of weights, in tiles of 128 tokens.)
 #pragma once
 
+#include "planes.hpp"
 #include "rows.hpp"
 
 #include <utility>
@@ -26,8 +27,6 @@ template <class C> struct Bytes : TileRows<C> {
 
   static constexpr int PER_BYTE = PACKED ? 2 : 1;
   static constexpr int OFFSET = PACKED ? 8 : 128; // what makes a key or a value unsigned
-  static constexpr int MOST = 127 * 256;          // of what has two planes: the high byte is signed, and rounds up
-  static_assert(255LL * MOST * 256 < 1LL << 31);  // a sum over 256 elements, or tokens, fits
   static constexpr int PIECES = ceil_div(D, 64 * PER_BYTE); // of 64 bytes of a key
   // A pass makes 32 columns of the sums: two vectors.
   static constexpr int PASSES = ceil_div(DV, 64 * PER_BYTE) * 2 * PER_BYTE;
@@ -53,51 +52,7 @@ template <class C> struct Bytes : TileRows<C> {
   static PAGEGEN_INLINE float* weights_of(Weights& w, int r) { return w.weight[r]; }
 
 #if defined(PAGEGEN_VNNI)
-  struct Planes {
-    float unit;    // what an integer is worth; NaN where a float is not finite
-    int32_t total; // of the integers
-    float small;   // the mean magnitude of the small ones, over the largest; 1 where there are none
-  };
-  // Small are those other than 0 that are at most 1/`tower` of the largest.
-  static __attribute__((noinline)) Planes to_planes(const float* x, Span span, float tower, int8_t* high, int8_t* low) {
-    vi top = vi{}; // magnitudes compare as integers, infinity and NaN are the largest
-    for (int i = span.begin; i < span.end; i += W) {
-      const vi size = as_int(load(x + i)) & 0x7fffffff;
-      top = (vi)_mm512_max_epi32((__m512i)top, (__m512i)size);
-    }
-    const float most = std::bit_cast<float>(_mm512_reduce_max_epi32((__m512i)top));
-    const bool usable = most > 0.0f && most < Base::INF;
-    const float up = usable ? std::min(MOST / most, 0x1p126f) : 0.0f;
-    const __m512 limit = _mm512_set1_ps(most / tower);
-    vi sum = vi{};
-    __m512 sizes = _mm512_setzero_ps();
-    int count = 0;
-    for (int i = span.begin; i < span.end; i += W) {
-      const vf loaded = load(x + i);
-      const vi whole = (vi)_mm512_cvtps_epi32((__m512)(loaded * up)), upper = (whole + 128) >> 8;
-      _mm_store_si128((__m128i*)(high + i), _mm512_cvtepi32_epi8((__m512i)upper));
-      _mm_store_si128((__m128i*)(low + i), _mm512_cvtepi32_epi8((__m512i)whole)); // less 256 times the upper one
-      sum += whole;
-      const __m512 size = _mm512_abs_ps((__m512)loaded);
-      const __mmask16 some = _mm512_test_epi32_mask((__m512i)size, (__m512i)size);
-      const __mmask16 small = _mm512_mask_cmp_ps_mask(some, size, limit, _CMP_LE_OQ);
-      sizes = _mm512_mask_add_ps(sizes, small, sizes, size);
-      count += __builtin_popcount(small);
-    }
-    const float unit = !(most < Base::INF) ? __builtin_nanf("") : usable ? std::max(most / MOST, 0x1p-126f) : 0.0f;
-    const float small = usable && count > 0 ? sum_lanes((vf)sizes) / (count * most) : 1.0f;
-    return {unit, _mm512_reduce_add_epi32((__m512i)sum), small};
-  }
-  // what W integers are worth
-  static PAGEGEN_INLINE vf from_planes(const int8_t* high, const int8_t* low, float unit) {
-    const vi upper = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)high));
-    const vi lower = (vi)_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)low));
-    return __builtin_convertvector(upper * 256 + lower, vf) * unit;
-  }
-  static __attribute__((noinline)) void subtract_planes(float* x, Span span, const int8_t* high, const int8_t* low,
-                                                        float unit) {
-    for (int i = span.begin; i < span.end; i += W) store(x + i, load(x + i) - from_planes(high + i, low + i, unit));
-  }
+  static_assert(255LL * kMost * 256 < 1LL << 31); // a sum over 256 elements, or tokens, fits
 
   static void load_query(const Args& a, int64_t token, int head, Query& q) {
     alignas(64) float x[R][D];
@@ -119,12 +74,12 @@ template <class C> struct Bytes : TileRows<C> {
   // Returns how small the small channels are, and leaves in `x` what the rounding left.
   static float keep_row(float* x, int r, Factor& to) {
     alignas(64) int8_t high[D], low[D];
-    const Planes planes = to_planes(x, {0, D}, 8, high, low);
+    const Planes planes = to_planes(x, 0, D, 8, high, low);
     deal(high, to.high[r]);
     deal(low, to.low[r]);
     to.unit[r] = planes.unit;
     to.offset[r] = planes.total * OFFSET;
-    subtract_planes(x, {0, D}, high, low, planes.unit);
+    subtract_planes(x, 0, D, high, low, planes.unit);
     return planes.small;
   }
   // Bytes to where those of a key that they meet lie.
@@ -233,7 +188,7 @@ template <class C> struct Bytes : TileRows<C> {
   }
   // What the rounding left of a row's weights, as weights.
   static void prepare_residual(Weights& w, int r, Span span, const Factors& f, State& state) {
-    subtract_planes(w.weight[r], span, w.high[r], w.low[r], w.unit[r]);
+    subtract_planes(w.weight[r], span.begin, span.end, w.high[r], w.low[r], w.unit[r]);
     round_weights(w, r, span);
     if constexpr (ZEROS) {
       vf shift = vf{};
@@ -243,7 +198,7 @@ template <class C> struct Bytes : TileRows<C> {
     }
   }
   static PAGEGEN_INLINE float round_weights(Weights& w, int r, Span span) {
-    const Planes planes = to_planes(w.weight[r], span, 32, w.high[r], w.low[r]);
+    const Planes planes = to_planes(w.weight[r], span.begin, span.end, 32, w.high[r], w.low[r]);
     w.unit[r] = planes.unit;
     w.offset[r] = planes.total * OFFSET;
     return planes.small;

@@ -38,7 +38,7 @@ PAGEGEN_INLINE vi greater(vi a, vi b) {
 #endif
 }
 
-// float8 of `kept` bits of mantissa and an exponent biased by `bias`, at most `largest`, in the lowest 8 bits of a lane.
+// float8 of `kept` bits of mantissa and an exponent biased by `bias`, at most `largest`, in a lane's lowest 8 bits.
 // Adding a power of two so large that the sum's last place is that of the float8 rounds to nearest even, and leaves the
 // mantissa in the low bits, to which the exponent is added; subnormals are steps from 0. The power's own low bits hold
 // what turns one bias into the other. No intermediate is a subnormal: any mode of the CPU will do.

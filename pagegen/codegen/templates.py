@@ -11,9 +11,9 @@ from pagegen.spec import AttentionSpec, CacheLayout, dtype_name
 # What the hash of a family's kernels is over; here, so that asking for the hash loads no generator.
 TRITON = ("attention.py", "balanced.py", "cache_ops.py")
 CPP = (
-    "attention.hpp", "stream.hpp", "words.hpp", "bytes.hpp", "rows.hpp", "panel.hpp", "ends.hpp", "softmax.hpp",
-    "tiles.hpp", "plan.hpp", "products.hpp", "narrow.hpp", "call.hpp", "functions.hpp", "vectors.hpp", "merge.hpp",
-    "cache_ops.hpp", "quantise.hpp", "copies.hpp", "rotate.hpp",
+    "attention.hpp", "stream.hpp", "words.hpp", "bytes.hpp", "planes.hpp", "rows.hpp", "panel.hpp", "ends.hpp",
+    "softmax.hpp", "tiles.hpp", "plan.hpp", "products.hpp", "narrow.hpp", "call.hpp", "functions.hpp", "vectors.hpp",
+    "merge.hpp", "cache_ops.hpp", "quantise.hpp", "copies.hpp", "rotate.hpp",
 )  # fmt: skip
 # What the templates call a spec's granularity of scales: one scale of the whole tensor is the same for each head.
 SCALES = {"none": "none", "tensor": "head", "head": "head", "token_head": "token"}

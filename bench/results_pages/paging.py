@@ -103,9 +103,10 @@ def _kernel(rows: list[Row]) -> Iterator[Claim]:
         for what, row in found.items():
             beside = row["time_over"].get(f"paged {BLOCK}")
             if "SDPA" in what and beside:
+                by, rounds = ("", "rounds") if row["clock"] == "wall" else (" by CPU time", "rounds by the clock")
                 yield Claim(
                     what=f"{head}: paged kernel, blocks of {BLOCK}, speed over {what}",
-                    found=f"{_over(row, f'paged {BLOCK}'):.2f} x (rounds: {beside['range'][0]:.2f} to "
+                    found=f"{_over(row, f'paged {BLOCK}'):.2f} x{by} ({rounds}: {beside['range'][0]:.2f} to "
                     f"{beside['range'][1]:.2f})",
                 )
 

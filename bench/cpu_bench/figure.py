@@ -12,9 +12,9 @@ BARS = {
     "sdpa": "#7f8c8d", "ggml": "#4d9221", "onnxruntime": "#c2a5cf", "gather": "#bdbdbd", "flex": "#e6c229",
 }  # fmt: skip
 NAMES = {
-    "vllm": "vLLM (unofficial wheel)", "openvino": "OpenVINO", "sdpa": "SDPA, contiguous",
-    "ggml": "ggml f16, contiguous", "onnxruntime": "ONNX Runtime f16, contiguous", "gather": "gather + SDPA",
-    "flex": "FlexAttention, paged",
+    "vllm": "vLLM's CPU kernel", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime f16, contiguous",
+    "ggml": "ggml f16, contiguous", "flex": "FlexAttention, paged", "sdpa": "SDPA, contiguous",
+    "gather": "gather + SDPA",
 }  # fmt: skip
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 1000, 440, 50, 70, 60
 READ_COLOUR, WALK_COLOUR = "#c0392b", "#222222"

@@ -5,13 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from cpu_bench.figure import NAMES as PEERS
+
 from results_pages.claims import Claim, Document, Row, Section, at_least, at_most, said
 
-PEERS = {
-    "vllm": "vLLM's CPU kernel", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime f16, contiguous",
-    "ggml": "ggml f16, contiguous", "flex": "FlexAttention, paged", "sdpa": "SDPA, contiguous",
-    "gather": "gather + SDPA",
-}  # fmt: skip
 # (median, least) that were asked for, by kind of cell and peer; of every other peer in decode: faster everywhere.
 ASKED = {
     "decode bfloat16": {"vllm": (2.5, 2.0)}, "decode float32": {"vllm": (1.5, 1.5)},

@@ -38,6 +38,7 @@ class BlockStorage:
     ) -> None:
         self.num_layers = num_layers
         self.num_blocks = num_blocks
+        self.dtype = dtype
         elements = [layout.block_size * num_kv_heads * head_dim for head_dim in head_dims]  # of a block
         k_pool, v_pool = (_zeros(num_layers * num_blocks * count, dtype, device) for count in elements)
         self.pools = (k_pool, v_pool)
@@ -66,11 +67,14 @@ class BlockStorage:
         self._bytes = [pool.view(torch.uint8).view(self.num_layers, self.num_blocks, -1) for pool in pools]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _VIEWS}
+        state = {name: value for name, value in self.__dict__.items() if name not in _VIEWS}
+        return state | {"pools": tuple(pool.view(torch.uint8) for pool in self.pools)}  # torch pickles no float8
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copied or unpickled blocks: views that are pickled on their own have other memory."""
         self.__dict__.update(state)
+        k_pool, v_pool = (pool.view(self.dtype) for pool in self.pools)
+        self.pools = (k_pool, v_pool)
         self._make_views()
 
     def copy(self, pairs: BlockPairs) -> None:

@@ -219,7 +219,7 @@ def scale(name: str, value: Tensor, k_cache: Tensor, v_cache: Tensor | None, kv_
     shapes = [(), (1,), (num_kv_heads,), (num_blocks, block_size, num_kv_heads)]
     if not isinstance(value, Tensor) or tuple(value.shape) not in shapes or not value.dtype.is_floating_point:
         raise ValueError(
-            f"{name} must be a float, [{num_kv_heads}] or [{num_blocks}, {block_size}, {num_kv_heads}], "
+            f"{name} must be a float, floats [{num_kv_heads}] or float32 [{num_blocks}, {block_size}, {num_kv_heads}], "
             f"got {describe(value)}"
         )
     if value.dim() == 3 and value.dtype != torch.float32:  # a conversion would copy one value a token and head

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
+import pickle
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -108,16 +109,18 @@ def test_a_shared_prefix_is_read_with_the_scales_of_who_wrote_it() -> None:
     assert attended(cache, "b", 1).equal(alone("int8", True, list(range(20)), 1))
 
 
-def test_a_copy_of_a_cache_has_scales_of_its_own() -> None:
-    cache = make("int8", False)
+@pytest.mark.parametrize(("dtype", "zeros"), HELD)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_of_a_cache_has_scales_of_its_own(dtype: str, zeros: bool, copied: Callable[..., Any]) -> None:
+    cache = make(dtype, zeros)
     cache.add("a", range(12))
     compute(cache, "a")
-    other = copy.deepcopy(cache)
+    other = copied(cache)
     cache.quantisation(0)["k_scale"].fill_(7.0)
-    assert attended(other, "a", 0).equal(alone("int8", False, list(range(12)), 0))
+    assert attended(other, "a", 0).equal(alone(dtype, zeros, list(range(12)), 0))
     other.append("a", [12])
     compute(other, "a")
-    assert attended(other, "a", 0).equal(alone("int8", False, list(range(13)), 0))
+    assert attended(other, "a", 0).equal(alone(dtype, zeros, list(range(13)), 0))
 
 
 def test_a_layer_is_compiled_with_what_it_holds() -> None:

@@ -85,26 +85,39 @@ template <class C> struct Attention : Ends<C> {
   // multiply-adds that one thread does in the time it takes to wake another: about 2 us
   static constexpr int64_t SMALL_WORK = 1 << 19;
 
+  struct Division {
+    Counts counts;
+    int threads, heads, chunk; // KV heads and queries an item takes, at most
+  };
+  // Items small enough for threads to finish together, where each takes the next one when it is done.
+  static Division divide(const Args& a) {
+    Division d{{}, 1, C::heads_together, PANEL_QUERIES};
+    Counts& n = d.counts;
+    n = Base::plan(a, d.heads, d.chunk, nullptr, nullptr);
+    d.threads = std::clamp<int64_t>(n.work * (D + DV) / SMALL_WORK + 1, 1, std::max<int64_t>(a.num_threads, 1));
+    const auto enough = [&] {
+      if (n.largest * 4 * d.threads <= n.work) return true; // a thread ends less than a quarter of its share late
+      // Reading by tokens, fewer heads are read at 0.6 to 0.9 of the speed, since the CPU reads ahead of each token's
+      // rows, which are other heads': a half will do, 3 items for 2 threads.
+      const int64_t share = n.work / d.threads, rounds = (n.items + d.threads - 1) / d.threads;
+      const int64_t most = std::min(share + n.largest, n.largest * rounds); // for one thread
+      return Stream<C>::BY_TOKENS && !n.panels && most <= share + share / 2;
+    };
+    while (d.threads > 1 && !enough()) {
+      const bool shorter = d.chunk > 1 && d.chunk * G > 32;
+      if (d.heads == 1 && !shorter) break;
+      d.heads = ceil_div(d.heads, 2);
+      if (shorter) d.chunk = ceil_div(d.chunk, 2);
+      n = Base::plan(a, d.heads, d.chunk, nullptr, nullptr);
+    }
+    return d;
+  }
+
   // Runs the call. Returns 0, or the bytes of workspace it needs when it was given less (and did nothing).
   static int64_t run(const Args& a) {
-    int heads = C::heads_together, chunk = PANEL_QUERIES;
-    Counts n = Base::plan(a, heads, chunk, nullptr, nullptr);
-    const int threads = std::clamp<int64_t>(n.work * (D + DV) / SMALL_WORK + 1, 1, std::max<int64_t>(a.num_threads, 1));
-    // Items enough for threads to finish together. Reading by tokens, half of the heads are read at 0.6 to 0.9 of the
-    // speed, since the CPU reads ahead of each token's rows, which are the other heads': some thread may have half as
-    // much again as its share.
-    const auto enough = [&] {
-      const int64_t most = n.largest * ((n.items + threads - 1) / threads); // of one thread
-      return n.items >= 4 * threads || (Stream<C>::BY_TOKENS && most * threads <= n.work + n.work / 2);
-    };
-    while (threads > 1 && !enough()) {
-      const bool fewer = heads > 1;
-      const bool shorter = chunk > 1 && chunk * G > 32;
-      if (!fewer && !shorter) break;
-      if (fewer) heads = ceil_div(heads, 2);
-      if (shorter) chunk = ceil_div(chunk, 2);
-      n = Base::plan(a, heads, chunk, nullptr, nullptr);
-    }
+    const Division d = divide(a);
+    const Counts& n = d.counts;
+    const int threads = d.threads;
     const auto padded = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
     const int64_t scratch = padded(std::max(sizeof(StreamScratch), sizeof(PanelScratch)));
     const int64_t item_bytes = padded(n.items * sizeof(Item)), merge_bytes = padded(n.merges * sizeof(Merge));
@@ -116,7 +129,7 @@ template <class C> struct Attention : Ends<C> {
     Merge* merges = (Merge*)(workspace + item_bytes);
     float* partials = (float*)(workspace + item_bytes + merge_bytes);
     char* scratches = workspace + item_bytes + merge_bytes + partial_bytes;
-    Base::plan(a, heads, chunk, items, merges);
+    Base::plan(a, d.heads, d.chunk, items, merges);
     const auto compute = [&](const Item& item, char* own) {
       if (STREAM_ROWS > 0 && item.stream) {
         if constexpr (STREAM_ROWS > 0) Stream<C>::run(a, item, partials, *(StreamScratch*)own);

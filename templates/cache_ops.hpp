@@ -17,6 +17,7 @@
 
 #include "copies.hpp"
 #include "merge.hpp"
+#include "quantise.hpp"
 #include "rotate.hpp"
 
 #include <algorithm>

@@ -131,8 +131,10 @@ void merge_states(const pagegen_merge_args& a, int64_t row, int64_t head, int co
       own.share[live++] = own.weights[s][i] / total[i];
     }
     T* to = state_out<T>(target, row, head + i);
-    merge_rows((const T* const*)own.from, own.share, live, past_caches ? (T*)own.made : to, a.dim);
-    if (past_caches) copy((char*)to, (const char*)own.made, a.dim * sizeof(T), true);
+    const int64_t bytes = a.dim * sizeof(T);
+    const bool past = past_caches && goes_past_caches(to, bytes);
+    merge_rows((const T* const*)own.from, own.share, live, past ? (T*)own.made : to, a.dim);
+    if (past) copy_past_caches((char*)to, (const char*)own.made, bytes);
     const float sum = total[i] == 0.0f ? 1.0f : total[i];
     *state_lse(target, row, head + i) = sum == 1.0f ? top[i] : top[i] + std::log(sum);
   }
@@ -145,9 +147,9 @@ extern "C" void pagegen_merge_states(const pagegen_merge_args* args) {
   using namespace pagegen;
   const pagegen_merge_args& a = *args;
   const auto merge = a.dtype == 0 ? merge_states<float> : a.dtype == 1 ? merge_states<fp16> : merge_states<bf16>;
-  const int64_t bytes = a.num_rows * a.num_heads * a.dim * (a.num_states + 1) * 2;
-  const int threads = bytes < kSmallBytes ? 1 : (int)a.num_threads;
-  const bool past_caches = a.num_rows * a.num_heads * a.dim * (a.dtype == 0 ? 4 : 2) >= kLargeResult;
+  const int64_t elements = a.num_rows * a.num_heads * a.dim;
+  const int threads = elements * (a.num_states + 1) * 2 < kSmallBytes ? 1 : (int)a.num_threads;
+  const bool past_caches = elements * (a.dtype == 0 ? 4 : 2) >= kLargeResult;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const MergeScratch own(a);

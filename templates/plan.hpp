@@ -52,7 +52,8 @@ struct Merge { // the splits of one (sequence, KV head)
 
 struct Counts {
   int64_t items = 0, merges = 0, partials = 0;
-  int64_t work = 0, largest = 0; // (row, key) pairs: of all items, of one
+  int64_t work = 0, largest = 0; // (row, key) pairs: of all items, of the largest
+  bool panels = false;           // whether some are not of the stream way
 };
 
 template <class C> struct Plan {
@@ -178,9 +179,9 @@ template <class C> struct Plan {
               part.begin = std::max(keys.begin, origin + (first_split + i) * size);
               part.end = std::min<int64_t>(keys.end, origin + (int64_t)(first_split + i + 1) * size);
             }
-            const int step_heads = stream ? heads : 1;
-            const int64_t row_keys = (int64_t)count * G * (part.end - part.begin);
-            n.largest = std::max(n.largest, row_keys * std::min(step_heads, C::num_kv_heads));
+            const int step_heads = stream ? std::min(heads, C::num_kv_heads) : 1;
+            n.largest = std::max(n.largest, (int64_t)step_heads * count * G * (part.end - part.begin));
+            n.panels |= !stream;
             for (int32_t h = 0; h < C::num_kv_heads; h += step_heads, n.items++) {
               if (!items) continue;
               const int64_t partial = n.partials + h * partial_head + (int64_t)i * count * G * STATE;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,16 @@ from pagegen.cache.growth import BlockPairs
 from pagegen.spec import CacheLayout
 from pagegen.targets.huge_pages import huge_memory
 
-_VIEWS = ("keys", "values", "views", "_bytes")  # made anew from the memory they look into
+_VIEWS = ("keys", "values", "factors", "_bytes")  # made anew from the memory they look into
 
 
 class BlockStorage:
     """`num_blocks` blocks in each of `num_layers` layers, keys and values apart, and `num_host_blocks` of host memory.
 
     `pools` are the two flat tensors of the device; `keys` and `values` view them as [num_layers * num_blocks,
-    block_size, num_kv_heads, head_dim], block b of layer l at l * num_blocks + b. `factors` are float32 tensors beside
-    them, by name and the value they begin with, which go wherever their blocks go: `views` has each as [num_layers *
-    num_blocks, block_size, num_kv_heads].
+    block_size, num_kv_heads, head_dim], block b of layer l at l * num_blocks + b. `factors` names float32 tensors
+    beside them that go wherever their blocks go, K's and V's in turn; as a member it has each by name, as
+    [num_layers * num_blocks, block_size, num_kv_heads].
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class BlockStorage:
         head_dims: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
-        factors: Mapping[str, float],
+        factors: Sequence[str] = (),
     ) -> None:
         self.num_layers = num_layers
         self.num_blocks = num_blocks
@@ -43,7 +43,7 @@ class BlockStorage:
         k_pool, v_pool = (_zeros(num_layers * num_blocks * count, dtype, device) for count in elements)
         self.pools = (k_pool, v_pool)
         slots = num_layers * num_blocks * layout.block_size * num_kv_heads
-        self.factors = {name: torch.full((slots,), start, device=device) for name, start in factors.items()}
+        self._factor_pools = {name: _zeros(slots, torch.float32, device) for name in factors}
         self._seen_as = layout, num_kv_heads, head_dims
         self._make_views()
         self._host = [
@@ -61,9 +61,10 @@ class BlockStorage:
         layout, num_kv_heads, (k_dim, v_dim) = self._seen_as
         self.keys = layout.view(self.pools[0], num_kv_heads, k_dim)
         self.values = layout.view(self.pools[1], num_kv_heads, v_dim)
-        self.views = {name: each.view(-1, layout.block_size, num_kv_heads) for name, each in self.factors.items()}
+        shape = (-1, layout.block_size, num_kv_heads)
+        self.factors = {name: pool.view(shape) for name, pool in self._factor_pools.items()}
         # by layer, block and byte: what is swapped is moved as it lies, whatever its dtype and order
-        pools = (*self.pools, *self.factors.values())
+        pools = (*self.pools, *self._factor_pools.values())
         self._bytes = [pool.view(torch.uint8).view(self.num_layers, self.num_blocks, -1) for pool in pools]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,16 +79,14 @@ class BlockStorage:
         self._make_views()
 
     def copy(self, pairs: BlockPairs) -> None:
-        """Copies (source, target) blocks in all layers: keys and values in one call, then what is beside them."""
+        """Copies (source, target) blocks in all layers: keys and values in one call, and what is beside them alike."""
         if not pairs:
             return
         first_blocks = torch.arange(self.num_layers)[:, None, None] * self.num_blocks
-        every_layer = (first_blocks + torch.tensor(pairs)).reshape(-1, 2)
-        torch.ops.pagegen.copy_blocks(self.keys, self.values, every_layer.to(self.keys.device))
-        if self.factors:
-            sources, targets = every_layer.to(self.keys.device).unbind(1)
-            for each in self.views.values():
-                each[targets] = each[sources]
+        every_layer = (first_blocks + torch.tensor(pairs)).reshape(-1, 2).to(self.keys.device)
+        beside = [factor[:, :, None] for factor in self.factors.values()]  # as of one head
+        for k, v in ((self.keys, self.values), *zip(beside[::2], beside[1::2], strict=True)):
+            torch.ops.pagegen.copy_blocks(k, v, every_layer)
 
     def to_host(self, pairs: BlockPairs) -> None:
         """Copies device blocks to host blocks, by (device block, host block); done when it returns."""

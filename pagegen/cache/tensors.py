@@ -37,8 +37,9 @@ class PagedKVCache:
     host memory (pinned for CUDA), are made before the call that needs them returns.
 
     An int4 cache is uint8, two values a byte. With `kv_scale_granularity` "token_head" a quantised cache holds a scale
-    a token and head of K and of V, and with `kv_zero_points` (int8, int4) a zero point; they are copied and swapped
-    with their blocks: see `quantisation`. Other scales are the caller's, and bound to no block.
+    a token and head of K and of V, and with `kv_zero_points` (int8, int4) a zero point, 0 until `update_scales` sets
+    them; they are copied and swapped with their blocks: see `quantisation`. Other scales bind to no block, and are
+    passed to the operators.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class PagedKVCache:
         check.integer("num_kv_heads", num_kv_heads)
         check.instance("layout", layout, CacheLayout)
         stored = parse_dtype(dtype)
-        beside = factors(stored, kv_scale_granularity, kv_zero_points)
+        names = factors(stored, kv_scale_granularity, kv_zero_points)
         self.num_layers = num_layers
         self.layout = layout
         self.dtype = stored
@@ -78,7 +79,7 @@ class PagedKVCache:
         )
         self.storage = BlockStorage(
             num_layers, num_blocks, num_host_blocks, layout, num_kv_heads, widths,
-            torch.uint8 if stored == INT4 else stored, self.device, beside,
+            torch.uint8 if stored == INT4 else stored, self.device, names,
         )  # fmt: skip
         self._make_views()
         self._shared = SharedPrefixes()
@@ -89,9 +90,10 @@ class PagedKVCache:
         self.pools = self.storage.pools
         self._k_layers = [self.storage.keys[first : first + blocks] for first in firsts]
         self._v_layers = [self.storage.values[first : first + blocks] for first in firsts]
-        held = {"kv_dtype": dtype_name(self.dtype)} if self.dtype in QUANTISED else {}
+        named = {"kv_dtype": dtype_name(self.dtype)} if self.dtype in QUANTISED else {}
         self._quantisation: list[dict[str, Any]] = [
-            held | {name: view[first : first + blocks] for name, view in self.storage.views.items()} for first in firsts
+            named | {name: factor[first : first + blocks] for name, factor in self.storage.factors.items()}
+            for first in firsts
         ]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -230,8 +230,8 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor | None, pairs: Tensor | Sequenc
     PAGEGEN_CHECK=1). The copy of copy-on-write; `v_cache=None` copies K alone.
 
     Scales and zero points [num_blocks, block_size, Hkv] of a token and head move along by a call of their own, as
-    caches of one head: `copy_blocks(k_scale[:, :, None], v_scale[:, :, None], pairs)`. Raises TypeError or ValueError
-    naming the argument."""
+    caches of one head: `copy_blocks(k_scale[:, :, None], v_scale[:, :, None], pairs)`; a `PagedKVCache` moves those
+    that it holds. Raises TypeError or ValueError naming the argument."""
     if not isinstance(pairs, Tensor):
         listed = cache_checks.block_pairs(pairs, k_cache.shape[0])
         pairs = torch.tensor(listed, dtype=torch.int64, device=k_cache.device).reshape(-1, 2)

@@ -164,7 +164,8 @@ def default_variant(spec: AttentionSpec, layout: CacheLayout, *, decode: bool) -
     Chosen on a Zen 4 CPU, 2 threads; each ratio below is of speeds there."""
     found = _decode_variant(spec, layout)
     # Many queries: 0.84 of the multiply-add peak; tiles of 64 tokens are at 0.95 of that. The sequences of one query
-    # among them are read as in decode: 1.25 to 1.35 times as fast, in NHD order, as by head.
+    # among them are read as in decode: in NHD order 1.25 to 1.4 times as fast by token as by head, where those of 2 to
+    # 8 queries are at 0.91 to 0.97.
     return found if decode else dataclasses.replace(found, tile_kv=256, split_tokens=2048)
 
 
@@ -176,8 +177,10 @@ def _decode_variant(spec: AttentionSpec, layout: CacheLayout) -> CppVariant:
     if layout.order == "HND" or spec.num_kv_heads == 1:
         # 8 streams of 128 tokens, heads in turn: 1.2 over 4 of 64 by one head. int4, which waits less: 1.03 to 1.08
         tile_kv = 256 if spec.kv_dtype == INT4 else 128
-        if spec.kv_dtype.itemsize > 1:  # one small block a stream: 1.05 to 1.1, of 8 tokens
-            tile_kv = min(tile_kv, max(16, 1 << (8 * layout.block_size - 1).bit_length()))
+        # Small blocks have a stream each: 1.03 to 1.1 of 2 to 8 tokens. Blocks of one token are strewn anyway; larger
+        # groups and single heads mind the many tiles (0.8 to 1).
+        if not many and spec.num_kv_heads > 1 and spec.kv_dtype.itemsize > 1 and layout.block_size > 1:
+            tile_kv = min(tile_kv, 1 << (8 * layout.block_size - 1).bit_length())
         return CppVariant(tile_kv=tile_kv, streams=8, heads_together=8, rows_together=rows)
     heads = all_heads(spec.num_kv_heads)  # 32 KV heads together: 1.1 to 1.5 over 8 at a time
     if spec.kv_dtype in (torch.bfloat16, torch.float32):

@@ -41,6 +41,19 @@ def test_states_merge_as_torch_merges_them_whatever_they_hold(dtype: torch.dtype
     close(pagegen.merge_states(outs, lses), merge_by_torch(outs, lses))
 
 
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 128), (torch.float32, 20), (torch.bfloat16, 128),
+                                              (torch.bfloat16, 80), (torch.float16, 96)])  # fmt: skip
+def test_a_large_result_has_the_bits_of_its_parts(dtype: torch.dtype, width: int) -> None:
+    """From 1 MiB on whole lines are written past the caches; parts of 90 rows are not."""
+    outs, lses = states(dtype, 3, rows=1800, heads=16, width=width)
+    assert outs[0].nbytes >= 1 << 20
+    merged, lse = pagegen.merge_states(outs, lses)
+    parts = [pagegen.merge_states(outs[:, i : i + 90], lses[:, i : i + 90]) for i in range(0, 1800, 90)]
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert merged.view(bits).equal(torch.cat([part[0] for part in parts]).view(bits))
+    assert lse.view(torch.int32).equal(torch.cat([part[1] for part in parts]).view(torch.int32))
+
+
 def test_a_state_too_far_behind_to_weigh_anything_is_not_read() -> None:
     outs = torch.tensor([1.5, math.nan]).view(2, 1, 1, 1).repeat(1, 1, 20, 40)
     lses = torch.tensor([0.0, -1e3]).view(2, 1, 1).repeat(1, 1, 20)

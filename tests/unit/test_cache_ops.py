@@ -59,7 +59,9 @@ BAD_WRITES = {
     "int4_unpacked": (quantised(torch.uint8, kv_dtype="int4"), "k_cache must be half as wide as k for int4"),
     "int4_odd": (quantised(torch.uint8, 2, kv_dtype="int4", k=torch.ones(TOKENS, HEADS, 15)),
                  "k must have an even head_dim for an int4 cache"),
-    "scale_shape": (operands(k_scale=torch.ones(3)), r"k_scale must be a float, floats \[2\] or float32 \[5, 4, 2\], got .*3"),
+    "scale_shape": (
+        operands(k_scale=torch.ones(3)), r"k_scale must be a float, floats \[2\] or float32 \[5, 4, 2\], got .*3"
+    ),
     "scale_dtype": (operands(v_scale=torch.ones(2, dtype=torch.int64)), "v_scale must be a float"),
     "scale_half": (operands(k_scale=PER_TOKEN.half()), "k_scale must be float32"),
     "zero_float": (operands(k_zero=PER_TOKEN), "k_zero must be None unless the cache holds int8 or int4"),

@@ -32,11 +32,11 @@ def make(dtype: str, zeros: bool, **options: Any) -> pagegen.PagedKVCache:
     )  # fmt: skip
 
 
-def rows(tokens: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values of tokens, a function of the token alone, of magnitudes that differ a hundredfold."""
+def rows(tokens: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of tokens in a layer, whatever is around them, of magnitudes that differ a hundredfold."""
     each = []
-    for token in torch.as_tensor(tokens).tolist():
-        generator = torch.Generator().manual_seed(int(token))
+    for token in tokens.tolist():
+        generator = torch.Generator().manual_seed(1000 * layer + token)
         each.append(torch.randn(2, HEADS, DIM, generator=generator) * 10.0 ** (token % 3 - 1))
     k, v = torch.stack(each, 1)
     return k, v
@@ -44,9 +44,17 @@ def rows(tokens: Any) -> tuple[Tensor, Tensor]:
 
 def compute(cache: pagegen.PagedKVCache, *names: Hashable) -> None:
     """A step: every token not yet computed is quantised and written, in every layer."""
-    batch = cache.batch(names)
-    k, v = rows(batch.input_ids)
+    write(cache, cache.batch(names))
+
+
+def compute_each(both: pagegen.GroupedKVCache, *names: Hashable) -> None:
+    for cache, batch in zip(both.caches, both.batch(names), strict=True):
+        write(cache, batch)
+
+
+def write(cache: pagegen.PagedKVCache, batch: pagegen.Batch) -> None:
     for layer in range(cache.num_layers):
+        k, v = rows(batch.input_ids, layer)
         k_cache, v_cache, how = cache.k_cache(layer), cache.v_cache(layer), cache.quantisation(layer)
         pagegen.update_scales(k, v, batch.slot_mapping, **how)
         pagegen.write_kv(k, v, k_cache, v_cache, batch.slot_mapping, **how)
@@ -127,7 +135,7 @@ def test_a_layer_is_compiled_with_what_it_holds() -> None:
     cache = make("int4", True)
     cache.add("a", range(12))
     batch = cache.batch(["a"])
-    k, v = rows(batch.input_ids)
+    k, v = rows(batch.input_ids, 1)
     q = torch.randn(12, 4, DIM)
 
     @torch.compile(fullgraph=True)
@@ -147,19 +155,40 @@ def test_a_layer_is_compiled_with_what_it_holds() -> None:
     torch.testing.assert_close(found, wanted.to(found.dtype), atol=1e-4, rtol=1e-4)
 
 
+def test_groups_of_layers_take_their_scales_along() -> None:
+    caches = [make("int8", True), make("int4", False, order="HND")]
+    both = pagegen.GroupedKVCache(caches)
+    both.add("parent", range(12))
+    compute_each(both, "parent")
+    both.fork("parent", "child")
+    both.append("child", [50])
+    compute_each(both, "child")
+    for cache, (dtype, zeros) in zip(caches, [("int8", True), ("int4", False)], strict=True):
+        assert attended(cache, "child", 1).equal(alone(dtype, zeros, [*range(12), 50], 1))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_scales_are_float32_whatever_torch_makes_by_default(default: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        how = make("int8", True).quantisation(0)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(how[name].dtype == torch.float32 for name in ("k_scale", "v_scale", "k_zero", "v_zero"))
+
+
 def test_what_a_cache_holds() -> None:
     plain = pagegen.PagedKVCache(1, 4, pagegen.CacheLayout(block_size=BLOCK), HEADS, DIM, kv_scale_granularity="none")
     assert plain.quantisation(0) == {}
-    by_head = pagegen.PagedKVCache(
-        1, 4, pagegen.CacheLayout(block_size=BLOCK), HEADS, DIM, dtype="int8", kv_scale_granularity="head"
-    )
-    assert by_head.quantisation(0) == {"kv_dtype": "int8"}
+    bare = pagegen.PagedKVCache(1, 4, pagegen.CacheLayout(block_size=BLOCK), HEADS, DIM, dtype="int8")
+    assert bare.quantisation(0) == {"kv_dtype": "int8"}
     packed = make("int4", True)
     assert packed.k_cache(0).shape == (12, BLOCK, HEADS, DIM // 2) and packed.k_cache(0).dtype == torch.uint8
     how = packed.quantisation(1)
     assert set(how) == {"kv_dtype", "k_scale", "v_scale", "k_zero", "v_zero"}
-    assert all(how[name].shape == (12, BLOCK, HEADS) and how[name].eq(1).all() for name in ("k_scale", "v_scale"))
-    assert all(how[name].shape == (12, BLOCK, HEADS) and how[name].eq(0).all() for name in ("k_zero", "v_zero"))
+    assert all(how.pop(name).shape == (12, BLOCK, HEADS) for name in ("k_scale", "v_scale", "k_zero", "v_zero"))
+    assert how == {"kv_dtype": "int4"}
     with pytest.raises(ValueError, match="layer must be below"):
         packed.quantisation(2)
 
@@ -169,12 +198,15 @@ def test_what_a_cache_holds() -> None:
     [
         ({"dtype": "bfloat16", "kv_scale_granularity": "token_head"}, "kv_scale_granularity must be none .* bfloat16"),
         ({"dtype": "int8", "kv_scale_granularity": "block"}, "kv_scale_granularity must be one of"),
-        ({"dtype": "float8_e4m3fn", "kv_zero_points": True}, "kv_zero_points must be False .* float8_e4m3fn"),
+        ({"dtype": "int8", "kv_scale_granularity": "head"}, "kv_scale_granularity must be none or token_head .* head"),
+        ({"dtype": "float8_e4m3fn", "kv_scale_granularity": "token_head", "kv_zero_points": True},
+         "kv_zero_points must be False .* float8_e4m3fn"),
+        ({"dtype": "int8", "kv_zero_points": True}, "kv_zero_points must be False .* none"),
         ({"dtype": "int8", "kv_zero_points": 1}, "kv_zero_points must be"),
         ({"dtype": "int4", "head_dim": 31}, "head_dim must be even .* got 31"),
         ({"dtype": "int4", "v_head_dim": 15}, "v_head_dim must be even .* got 15"),
     ],
-)
+)  # fmt: skip
 def test_what_no_cache_can_hold_is_refused_by_name(options: dict[str, Any], told: str) -> None:
     given = {"head_dim": DIM, **options}
     with pytest.raises((TypeError, ValueError), match=told):

@@ -185,6 +185,8 @@ def test_what_a_cache_holds() -> None:
     assert bare.quantisation(0) == {"kv_dtype": "int8"}
     packed = make("int4", True)
     assert packed.k_cache(0).shape == (12, BLOCK, HEADS, DIM // 2) and packed.k_cache(0).dtype == torch.uint8
+    packed.quantisation(1)["k_scale"].fill_(3.0)
+    assert not packed.quantisation(0)["k_scale"].any()  # every layer has its own
     how = packed.quantisation(1)
     assert set(how) == {"kv_dtype", "k_scale", "v_scale", "k_zero", "v_zero"}
     assert all(how.pop(name).shape == (12, BLOCK, HEADS) for name in ("k_scale", "v_scale", "k_zero", "v_zero"))

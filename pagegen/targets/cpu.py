@@ -175,25 +175,30 @@ def _decode_variant(spec: AttentionSpec, layout: CacheLayout) -> CppVariant:
     many = spec.group > 4 and spec.kv_dtype != torch.float32
     rows = 8 if many else 2
     if layout.order == "HND" or spec.num_kv_heads == 1:
-        # 8 streams of 128 tokens, heads in turn: 1.2 over 4 of 64 by one head. int4, which waits less: 1.03 to 1.08
-        tile_kv = 256 if spec.kv_dtype == INT4 else 128
+        # 8 streams of 128 tokens, heads in turn: 1.2 over 4 of 64 by one head. int4, which waits less, in 256: 1.03 to
+        # 1.08, and rows of 64 elements, as many bytes as 128 of 128: 1.0 to 1.07. Large groups have 4 streams, 1.0 to
+        # 1.25, most in blocks of 256.
+        tile_kv = 256 if spec.kv_dtype == INT4 or (spec.head_dim <= 64 and not many) else 128
         # Small blocks have a stream each: 1.03 to 1.1 of 2 to 8 tokens. Blocks of one token are strewn anyway; larger
         # groups and single heads mind the many tiles (0.8 to 1).
         if not many and spec.num_kv_heads > 1 and spec.kv_dtype.itemsize > 1 and layout.block_size > 1:
             tile_kv = min(tile_kv, 1 << (8 * layout.block_size - 1).bit_length())
-        return CppVariant(tile_kv=tile_kv, streams=8, heads_together=8, rows_together=rows)
+        return CppVariant(tile_kv=tile_kv, streams=4 if many else 8, heads_together=8, rows_together=rows)
     heads = all_heads(spec.num_kv_heads)  # 32 KV heads together: 1.1 to 1.5 over 8 at a time
     if spec.kv_dtype in (torch.bfloat16, torch.float32):
-        # By head are faster: rows of 128 bytes and less (1.25 with 8 KV heads, 1.45 with 2), and large groups, whose
-        # sums would leave the L1 by token (1.1 to 1.3).
-        if many or spec.head_dim * spec.kv_dtype.itemsize <= 128:
-            return CppVariant(tile_kv=64, streams=8, heads_together=heads, rows_together=rows, prefetch_ahead=2)
-        # A head's rows are strewn: by token 1.3. An item takes fewer tokens, so that it can have all heads (2048 tokens
-        # are at 0.8 for one sequence of 4096), but each costs 4 us: large batches 1.01 to 1.07 over 512. A row of V is
-        # loaded once here as well, 1.0 to 1.08.
+        token_bytes = min(spec.num_kv_heads, heads) * spec.head_dim * spec.kv_dtype.itemsize
+        # By head are faster: large groups, whose sums would leave the L1 by token (1.1 to 1.3), and tokens of few bytes
+        # (2 heads of 64: 1.0 to 1.2). 8 streams that lie in one block are at 0.55 to 0.7, 4 are not.
+        if many or token_bytes < 384:
+            return CppVariant(tile_kv=64, streams=4, heads_together=heads, rows_together=rows, prefetch_ahead=2)
+        # A head's rows are strewn: by token 1.3, 1.0 to 1.4 in rows of 64 elements. An item takes fewer tokens, so that
+        # it can have all heads (2048 tokens are at 0.8 for one sequence of 4096), but each costs 4 us: large batches
+        # 1.01 to 1.07 over 512. A row of V is loaded once here as well, 1.0 to 1.08. What is 16 KiB ahead is
+        # prefetched: of 4 heads of 128 1.07 over half of it, of 2 1.15 over a quarter.
         return CppVariant(
-            tile_kv=128, streams=8, heads_together=heads, rows_together=4, read_order="token", split_tokens=1024
-        )
+            tile_kv=128, streams=8, heads_together=heads, rows_together=4, read_order="token", split_tokens=1024,
+            prefetch_ahead=min(4, 1 << max(0, -(-2048 // token_bytes) - 1).bit_length()),
+        )  # fmt: skip
     # What must be converted wants a head's whole tiles. int8 is multiplied as it is: 8 streams are 1.01 to 1.36 over 4
     # (0.88 for one sequence of 512 tokens).
     streams = 8 if spec.kv_dtype == torch.int8 else 4

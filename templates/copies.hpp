@@ -16,15 +16,18 @@ PAGEGEN_INLINE void copy_past_caches(char* to, const char* from, int64_t bytes) 
 #elif defined(PAGEGEN_AVX2)
   for (int64_t i = 0; i < bytes; i += 32)
     _mm256_stream_si256((__m256i*)(to + i), _mm256_loadu_si256((const __m256i*)(from + i)));
+#else
+  std::memcpy(to, from, bytes); // never asked for
 #endif
 }
+#if defined(PAGEGEN_AVX512) || defined(PAGEGEN_AVX2)
+constexpr bool kStreams = true;
+#else
+constexpr bool kStreams = false;
+#endif
 // Whether there is such a copy: on this CPU, to there.
 PAGEGEN_INLINE bool goes_past_caches(const void* to, int64_t bytes) {
-#if defined(PAGEGEN_AVX512) || defined(PAGEGEN_AVX2)
-  return (((uintptr_t)to | bytes) & 63) == 0;
-#else
-  return false;
-#endif
+  return kStreams && (((uintptr_t)to | bytes) & 63) == 0;
 }
 PAGEGEN_INLINE void copy(char* to, const char* from, int64_t bytes, bool past_caches) {
   if (past_caches && goes_past_caches(to, bytes)) copy_past_caches(to, from, bytes);

@@ -350,8 +350,9 @@ def test_the_command_adds_a_model_to_the_folder_and_says_how_to_use_it(folder, b
         == used.digest
         == hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
     )
-    assert len(document["compiled"]) == 5, "two attention kernels, the writes, the probes and the prefix index"
-    assert len(used.kernels) == len(built.kernels) + 2, "the first model's stay"
+    attention = [name for name in document["compiled"] if name.startswith("cpp:")]  # as many as the predicted rule has
+    assert len(attention) >= 2 and len(document["compiled"]) == len(attention) + 3, "writes, probes, the prefix index"
+    assert len(used.kernels) == len(built.kernels) + len(attention), "the first model's stay"
     assert used.rules == built.rules, "nothing was tuned for the second"
     told = CliRunner().invoke(main, asked, catch_exceptions=False).stdout
     assert f"PAGEGEN_ARTEFACTS={folder}\n" in told

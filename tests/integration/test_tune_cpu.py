@@ -12,7 +12,7 @@ from pagegen.spec import AttentionSpec, CacheLayout, CppVariant, Profile, Status
 from pagegen.targets import cpu
 
 CPU = Target("cpu")
-SPEC = AttentionSpec(num_q_heads=3, num_kv_heads=1, head_dim=32)
+SPEC = AttentionSpec(num_q_heads=3, num_kv_heads=1, head_dim=80)  # whose defaults for decode and for more differ
 PROFILE = Profile(
     name="tiny",
     workloads=(Workload(context_lens=(90, 33, 0)), Workload(context_lens=(40, 17), query_lens=(1, 17))),

@@ -191,10 +191,11 @@ def _decode_variant(spec: AttentionSpec, layout: CacheLayout) -> CppVariant:
         # (2 heads of 64: 1.0 to 1.2). 8 streams that lie in one block are at 0.55 to 0.7, 4 are not.
         if many or token_bytes < 384:
             return CppVariant(tile_kv=64, streams=4, heads_together=heads, rows_together=rows, prefetch_ahead=2)
-        # A head's rows are strewn: by token 1.3, 1.0 to 1.4 in rows of 64 elements. An item takes fewer tokens, so that
-        # it can have all heads (2048 tokens are at 0.8 for one sequence of 4096), but each costs 4 us: large batches
-        # 1.01 to 1.07 over 512. A row of V is loaded once here as well, 1.0 to 1.08. What is 16 KiB ahead is
-        # prefetched: of 4 heads of 128 1.07 over half of it, of 2 1.15 over a quarter.
+        # A head's rows are strewn: by token 1.3, 1.0 to 1.4 in rows of 64 elements. Items of 1024 tokens, so that one
+        # sequence of 2048 has one for each of 2 threads with all its heads (where memory is fast 1.7 over half of the
+        # heads each); an item costs 4 us, and large batches are 1.01 to 1.07 over items of 512. A row of V is loaded
+        # once here as well, 1.0 to 1.08. What is 16 KiB ahead is prefetched: of 4 heads of 128 1.07 over half of it,
+        # of 2 1.15 over a quarter.
         return CppVariant(
             tile_kv=128, streams=8, heads_together=heads, rows_together=4, read_order="token", split_tokens=1024,
             prefetch_ahead=min(4, 1 << max(0, -(-2048 // token_bytes) - 1).bit_length()),
